@@ -1,0 +1,85 @@
+"""What attention reads: runs of slots, each with its keys, values and positions.
+
+A call may read several segments, for instance an old ring buffer and, beside it, the block that has not been written
+yet. How rows of keys and values are stored is hidden behind ``Rows``, so that a quantised or a paged store is read
+block by block as a plain one is, and never unpacked as a whole.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Rows(Protocol):
+    """Keys, or values, of S slots: K heads of width H a slot. A registered pytree."""
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        ...
+
+    def block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Returns slots ``start .. start + size - 1`` as (B, size, K, H) in a float dtype.
+
+        ``start + size`` is never past ``num_slots``. ``size`` is static.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRows:
+    """Rows that are an array."""
+
+    data_BSKH: jax.Array
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.data_BSKH.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        return self.data_BSKH.shape[2]
+
+    def block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Returns ``size`` slots from ``start``."""
+        return jax.lax.dynamic_slice_in_dim(self.data_BSKH, start, size, axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of slots to attend over.
+
+    Attributes:
+      keys, values: see ``Rows``.
+      position_BS: int32, the absolute position that each slot holds, or ``EMPTY``.
+      first_slot, end_slot: int32 scalars. No slot outside ``first_slot .. end_slot - 1`` is visible to any query of
+        the call. A promise that saves work: the cost of a call follows these bounds, not S.
+    """
+
+    keys: Rows
+    values: Rows
+    position_BS: jax.Array
+    first_slot: jax.Array
+    end_slot: jax.Array
+
+
+def whole_segment(k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array) -> Segment:
+    """Makes a segment of arrays, all of whose slots may be visible."""
+    return Segment(
+        keys=ArrayRows(data_BSKH=k_BSKH),
+        values=ArrayRows(data_BSKH=v_BSKH),
+        position_BS=position_BS,
+        first_slot=jnp.int32(0),
+        end_slot=jnp.int32(k_BSKH.shape[1]),
+    )

@@ -1,0 +1,62 @@
+"""From configurations to an empty cache."""
+
+import jax
+import jax.numpy as jnp
+
+from jdecode import config as config_lib
+from jdecode.attention import visibility
+from jdecode.cache import codec_plain, kv_cache, layout, layout_full, layout_ring
+from jdecode.parallel import rules
+
+
+def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheConfig, capacity: int) -> layout.Layout:
+    """Chooses the layout of one layer: a ring where it has a window and the ring is smaller than ``capacity`` slots."""
+    if cache_config.layout == "auto" and layer.window is not None:
+        ring = layout_ring.RingLayout(window=layer.window, slack=cache_config.slack, num_sinks=layer.num_sinks)
+        if ring.capacity < capacity:
+            return ring
+    return layout_full.FullLayout(capacity=capacity)
+
+
+def init_cache(
+    model_config: config_lib.ModelConfig,
+    cache_config: config_lib.CacheConfig,
+    *,
+    batch_size: int,
+    capacity: int,
+    compute_dtype: str,
+    mesh: jax.sharding.Mesh | None = None,
+) -> kv_cache.KVCache:
+    """Allocates an empty cache.
+
+    Args:
+      batch_size: B.
+      capacity: the longest text, prompt and output together, that a row must hold, in tokens.
+      compute_dtype: stored dtype where ``cache_config.dtype`` is ``"auto"``.
+      mesh: devices to spread it over, rows along ``data`` and heads along ``model``; ``None`` for the default one.
+
+    Raises:
+      ValueError: ``batch_size`` or ``capacity`` is under 1.
+    """
+    for name, value in (("batch_size", batch_size), ("capacity", capacity)):
+        if value < 1:
+            raise ValueError(f"{name}: expected a count of at least 1, got {value}")
+    codec = codec_plain.PlainCodec(dtype=compute_dtype if cache_config.dtype == "auto" else cache_config.dtype)
+    layer_layouts = [layer_layout(layer, cache_config, capacity) for layer in model_config.layers]
+    layouts = tuple(dict.fromkeys(layer_layouts))
+
+    def rows(num_slots: int):
+        return codec.init(batch_size, num_slots, model_config.num_kv_heads, model_config.head_dim, mesh)
+
+    def table(shape: tuple[int, ...], filler: int):
+        device = None if mesh is None else rules.sharding(mesh, ("batch", None)[: len(shape)], shape)
+        return jnp.full(shape, filler, jnp.int32, device=device)
+
+    return kv_cache.KVCache(
+        stores=tuple(kv_cache.LayerStore(keys=rows(own.capacity), values=rows(own.capacity)) for own in layer_layouts),
+        positions=tuple(table((batch_size, own.capacity), int(visibility.EMPTY)) for own in layouts),
+        length_B=table((batch_size,), 0),
+        layouts=layouts,
+        layout_idx=tuple(layouts.index(own) for own in layer_layouts),
+        codec=codec,
+    )

@@ -1,0 +1,62 @@
+"""The codec that stores keys and values as they are, in a float dtype."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jdecode.parallel import rules
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainRows:
+    """Rows in one array, all heads of a slot side by side (see ``attention.segment.Rows``).
+
+    The last axis is K * H wide, not two axes: a TPU pads the last axis to 128 lanes and the one before to 8 sublanes,
+    so that three heads of width 64 would take 5.3 times their bytes, and a copy of the cache a step.
+    """
+
+    data_BSX: jax.Array
+    num_heads: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.data_BSX.shape[1]
+
+    def block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Returns ``size`` slots from ``start``: (B, size, K, H)."""
+        block_BCX = jax.lax.dynamic_slice_in_dim(self.data_BSX, start, size, axis=1)
+        return block_BCX.reshape(*block_BCX.shape[:2], self.num_heads, -1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainCodec:
+    """Stores rows in ``dtype`` (a name, such as ``"bfloat16"``). See ``codec.Codec``."""
+
+    dtype: str
+
+    def init(
+        self, batch_size: int, num_slots: int, num_heads: int, head_dim: int, mesh: jax.sharding.Mesh | None
+    ) -> PlainRows:
+        """Allocates zeros."""
+        device = None
+        if mesh is not None:
+            device = rules.sharding(mesh, ("batch", None, "kv_heads"), (batch_size, num_slots, num_heads))
+        data_BSX = jnp.zeros((batch_size, num_slots, num_heads * head_dim), self.dtype, device=device)
+        return PlainRows(data_BSX=data_BSX, num_heads=num_heads)
+
+    def write(self, rows: PlainRows, slot_BT: jax.Array, x_BTKH: jax.Array) -> PlainRows:
+        """Scatters the block into its slots."""
+
+        def write_row(data_SX: jax.Array, slot_T: jax.Array, x_TX: jax.Array) -> jax.Array:
+            return data_SX.at[slot_T].set(x_TX, mode="drop", unique_indices=True)
+
+        new = self.round_trip(x_BTKH)
+        return dataclasses.replace(rows, data_BSX=jax.vmap(write_row)(rows.data_BSX, slot_BT, new.data_BSX))
+
+    def round_trip(self, x_BTKH: jax.Array) -> PlainRows:
+        """Casts the block."""
+        B, T, K, H = x_BTKH.shape
+        return PlainRows(data_BSX=x_BTKH.astype(self.dtype).reshape(B, T, K * H), num_heads=K)

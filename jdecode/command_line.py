@@ -1,0 +1,307 @@
+"""What the front doors share: flags, the config beneath them, and how a command ends.
+
+A flag wins over the config, and the config over the defaults. Everything that can be checked without the weights is
+checked before they are read. This module imports no jax at its top, so that ``--help`` and bad flags answer at once.
+
+A command ends with 0; with 2 and one line on standard error when the user can mend it; with 130 after Ctrl-C; and
+quietly with 0 when the reader of its output goes away.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jdecode import compilation_cache, config, config_file
+
+if TYPE_CHECKING:
+    from jdecode import language_model
+
+TRACEBACK_VARIABLE = "JDECODE_TRACEBACK"  # set to anything: errors keep their traceback
+INTERRUPTED_STATUS = 130  # what shells report for Ctrl-C
+COUNT_LIMIT = 2**31 - 1  # counts and ids are held in 32 bits
+WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "float32", "bfloat16")
+LATER_DTYPES = ("int8", "fp8")  # named by the flags already, refused by this version
+REAL_MODEL_HINT = "run a real model with --config smollm2_135m.yaml or --weights FILE.gguf"
+_SAMPLING_FLAGS: tuple[tuple[str, str, str], ...] = (
+    ("temperature", "T", "divides the logits; 0 takes the most likely token"),
+    ("top_k", "K", "draw from the K most likely tokens; 0 for all"),
+    ("top_p", "P", "draw from the fewest tokens whose probabilities reach P; 1 for all"),
+    ("min_p", "P", "draw from tokens at least P times as likely as the likeliest; 0 for all"),
+    ("typical_p", "P", "draw from the tokens of the most typical surprise, up to P; 1 for all"),
+    ("repetition_penalty", "R", "make tokens of the prompt and the output less likely; 1 for none"),
+    ("presence_penalty", "R", "subtracted once for a token that the output holds"),
+    ("frequency_penalty", "R", "subtracted for each time that the output holds a token"),
+    ("no_repeat_ngram_size", "N", "never write the same N tokens twice; 0 for off"),
+    ("min_new_tokens", "N", "do not stop by an end token before N tokens"),
+    ("seed", "S", "of the draws; a fresh one when not given"),
+)
+_WHOLE_SAMPLING_FLAGS = ("top_k", "no_repeat_ngram_size", "min_new_tokens", "seed")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Parses flags; a mistake is one line on standard error and exit status 2."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **arguments)
+
+    def error(self, message: str) -> NoReturn:
+        name = self.prog.removeprefix("python -m ")
+        self.exit(2, f"{name}: error: {_one_line(message)}\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Holds the config with the flags laid over it.
+
+    Attributes:
+      run: the config; its sampling, cache, mesh and ``max_new_tokens`` are those that count.
+      source: where the weights come from.
+      weight_dtype: of the weights in memory.
+      capacity: cache slots a row; ``None`` for what the request needs.
+    """
+
+    run: config.RunConfig
+    source: str
+    weight_dtype: str
+    capacity: int | None
+
+
+def whole_number(low: int = 0, high: int = COUNT_LIMIT) -> Callable[[str], int]:
+    """Returns an argparse type for whole numbers from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
+        return value
+
+    return parse
+
+
+def number(text: str) -> float:
+    """Parses a number for argparse; whether it makes sense is for the config to say."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def unicode_text(text: str) -> str:
+    """Parses a text for argparse; bytes that are no text reach Python as lone surrogates, which no tokenizer knows."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected text in UTF-8, got other bytes at character {error.start}"
+        ) from None
+    return text
+
+
+def plain_text(text: str) -> str:
+    """Parses a text for argparse that must not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected some text, got none")
+    return unicode_text(text)
+
+
+def mesh(text: str) -> config.MeshConfig:
+    """Parses ``data=1,model=8`` for argparse."""
+    axes: dict[str, int] = {}
+    known = [field.name for field in dataclasses.fields(config.MeshConfig)]
+    for part in text.split(","):
+        name, _, count = part.strip().partition("=")
+        if name not in known or name in axes or not count.isdecimal() or not 1 <= int(count) <= COUNT_LIMIT:
+            raise argparse.ArgumentTypeError(f"expected axes such as data=1,model=8, each once, got {text!r}")
+        axes[name] = int(count)
+    return config.MeshConfig(**axes)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which model runs, and how it is held."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--config", metavar="FILE", help="a config: as given, in ./configs, or in the package")
+    group.add_argument("--weights", metavar="PATH_OR_ID", help="a folder, a .gguf file or a hub id")
+    group.add_argument("--weight-dtype", default="auto", choices=(*WEIGHT_DTYPES, "int8"), help="of weights in memory")
+    group.add_argument("--kv-dtype", choices=(*KV_DTYPES, *LATER_DTYPES), help="of cached keys and values")
+    group.add_argument("--capacity", metavar="S", type=whole_number(1), help="cache slots, for prompt and output")
+    group.add_argument("--mesh", metavar="AXES", type=mesh, help="devices along each axis, such as data=1,model=8")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how tokens are chosen and how many."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", metavar="N", type=whole_number(1), help="the most tokens to write")
+    for name, metavar, text in _SAMPLING_FLAGS:
+        kind = number
+        if name in _WHOLE_SAMPLING_FLAGS:
+            kind = whole_number(high=2**63 - 1 if name == "seed" else COUNT_LIMIT)
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=kind, help=text)
+
+
+def settings(arguments: argparse.Namespace) -> Settings:
+    """Lays the flags over the config, and checks all that needs no weights.
+
+    Raises:
+      ValueError, FileNotFoundError: one line that says what was expected, what was got and what to do.
+    """
+    if arguments.config is None and arguments.weights is None:
+        raise ValueError(f"no model: expected --config or --weights, got neither; {REAL_MODEL_HINT}")
+    for flag, value in (("--kv-dtype", arguments.kv_dtype), ("--weight-dtype", arguments.weight_dtype)):
+        if value in LATER_DTYPES:
+            known = ", ".join(KV_DTYPES if flag == "--kv-dtype" else WEIGHT_DTYPES)
+            raise ValueError(f"{flag} {value}: not in this version; expected one of {known}")
+    if arguments.weights == "":
+        raise ValueError("--weights: expected a folder, a .gguf file or a hub id, got an empty text")
+    if arguments.config is None:
+        run = config.RunConfig(weights=arguments.weights)
+    else:
+        run = config_file.load(arguments.config)
+    source = arguments.weights or run.weights
+    if source is None:
+        reason = run.no_weights or "it names no weights"
+        raise ValueError(f"config {run.name}: {reason}, so there is nothing to run; {REAL_MODEL_HINT}")
+    run = dataclasses.replace(
+        run,
+        sampling=_sampling(arguments, run.sampling),
+        cache=dataclasses.replace(run.cache, dtype=arguments.kv_dtype or run.cache.dtype),
+        mesh=arguments.mesh or run.mesh,
+        max_new_tokens=arguments.max_new_tokens or run.max_new_tokens,
+    )
+    return Settings(run=run, source=source, weight_dtype=arguments.weight_dtype, capacity=arguments.capacity)
+
+
+def _sampling(arguments: argparse.Namespace, base: config.SamplingConfig) -> config.SamplingConfig:
+    given = {name: getattr(arguments, name) for name, _, _ in _SAMPLING_FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        return dataclasses.replace(base, **given)
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        raise ValueError(f"--{name.replace('_', '-')}:{rest}" if name in given else str(error)) from None
+
+
+def load_model(chosen: Settings) -> "language_model.LanguageModel":
+    """Loads the model, with compiled programs kept for the next run.
+
+    Raises:
+      ValueError, FileNotFoundError: if the weights cannot be read, or are not of the config's architecture.
+    """
+    compilation_cache.enable()
+    from jdecode import language_model  # late: it imports jax
+
+    mesh_config = None if chosen.run.mesh == config.MeshConfig() else chosen.run.mesh
+    lm = language_model.load(chosen.source, dtype=chosen.weight_dtype, mesh=mesh_config)
+    if chosen.run.architecture is not None:
+        _check_architecture(chosen, lm.config)
+    return lm
+
+
+def _check_architecture(chosen: Settings, got: config.ModelConfig) -> None:
+    """Refuses weights of another architecture than the config's; ``max_positions`` is information and may differ."""
+    expected = chosen.run.architecture
+    for field in dataclasses.fields(config.ModelConfig):
+        if field.name == "max_positions":
+            continue
+        theirs, ours = getattr(got, field.name), getattr(expected, field.name)
+        if not _alike(theirs, ours):
+            words = f"{field.name} {ours}, got {theirs}"
+            if field.name == "layers":
+                words = f"other layers than the {len(theirs)} of the weights"
+            raise ValueError(
+                f"--weights {chosen.source}: config {chosen.run.name} expected {words}; "
+                "leave out --config, or give the config of these weights"
+            )
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Compares configs; floats may differ by the rounding of a file that holds them in 32 bits."""
+    if dataclasses.is_dataclass(first) and type(first) is type(second):
+        return all(_alike(getattr(first, f.name), getattr(second, f.name)) for f in dataclasses.fields(first))
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(_alike(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-6)
+    return first == second
+
+
+def print_statistics(stats: Any, *, num_prompt_tokens: int, num_new_tokens: int, ended: str) -> None:
+    """Prints what a run took, on standard error.
+
+    Args:
+      stats: mapping with the statistics of a result; times in seconds, sizes in bytes.
+      num_prompt_tokens: read by the prefill, all rows together.
+      num_new_tokens: written, all rows together.
+      ended: why the text ended, and other words for the second line.
+    """
+    prefill = float(stats["prefill_seconds"])
+    first = float(stats.get("first_token_seconds", prefill))
+    speed = num_prompt_tokens / prefill if prefill > 0 else 0.0
+    mebibyte = 2.0**20
+    lines = (
+        f"prefill {num_prompt_tokens} tokens in {prefill:.3f} s ({speed:.1f} tokens/s), "
+        f"first token after {first:.3f} s",
+        f"decode {num_new_tokens} tokens in {float(stats['decode_seconds']):.3f} s "
+        f"({float(stats['decode_tokens_per_second']):.1f} tokens/s), {ended}",
+        f"cache {stats['kv_cache_bytes'] / mebibyte:.1f} MiB, weights {stats['weight_bytes'] / mebibyte:.1f} MiB, "
+        f"compile {float(stats['compile_seconds']):.2f} s",
+    )
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _one_line(error: BaseException | str) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        name = "" if error.filename is None else f"{error.filename}: "
+        return f"{name}{error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def report(name: str, error: BaseException | str) -> None:
+    """Prints one line about an error on standard error."""
+    print(f"{name}: error: {_one_line(error)}", file=sys.stderr, flush=True)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+
+
+def run(name: str, body: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
+    """Runs a front door, and returns the exit status (see the module's text).
+
+    Args:
+      name: of the command, which its errors start with.
+      body: parses the arguments, computes and prints.
+      argv: arguments; ``None`` for those of the process.
+    """
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError):  # a stream that a test put in its place
+                stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+        body(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more when it ends: there must be something to write to.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+    except (ValueError, TypeError, ArithmeticError, OSError, ImportError) as error:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        report(name, error)
+        return 2
+    except (RuntimeError, MemoryError) as error:
+        if os.environ.get(TRACEBACK_VARIABLE) or not _is_out_of_memory(error):
+            raise
+        remedy = "a smaller --capacity, --num-samples or --weight-dtype needs less"
+        report(name, f"out of memory; {remedy} ({_one_line(error)[:200]})")
+        return 2
+    return 0

@@ -1,0 +1,279 @@
+"""Frozen configurations. They hold no arrays and import no jax, so every one of them is hashable and static."""
+
+import dataclasses
+import math
+
+MASK_FREE = None  # a layer without a window sees every earlier position
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Describes rotary position embedding (Su et al. 2021) for one layer.
+
+    Attributes:
+      theta: base of the geometric series of wavelengths.
+      scaling: ``"none"``; ``"linear"`` (every frequency divided by ``factor``); ``"llama3"`` (low frequencies
+        divided by ``factor``, high ones kept, those between blended; Llama 3.1 model card).
+      factor: see ``scaling``.
+      low_freq_factor, high_freq_factor: edges of the blended band, ``llama3`` only.
+      original_max_positions: trained length before scaling, in tokens, ``llama3`` only.
+    """
+
+    theta: float = 10_000.0
+    scaling: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        known = ("none", "linear", "llama3")
+        _check(self.scaling in known, f"rope scaling: expected one of {', '.join(known)}, got {self.scaling!r}")
+        _check(self.theta > 0, f"rope theta: expected a number over 0, got {self.theta}")
+        _check(self.factor > 0, f"rope factor: expected a number over 0, got {self.factor}")
+        if self.scaling == "llama3":
+            _check(
+                self.high_freq_factor > self.low_freq_factor > 0,
+                f"rope llama3: expected high_freq_factor > low_freq_factor > 0, "
+                f"got {self.high_freq_factor} and {self.low_freq_factor}",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Describes what may differ between the layers of one model.
+
+    Attributes:
+      window: a query at position q sees keys at positions over ``q - window``; ``None`` for no window.
+      num_sinks: the first positions of a text, which stay visible whatever the window (Xiao et al. 2024).
+      rope: rotary embedding of this layer; ``None`` for a layer without one.
+    """
+
+    window: int | None = MASK_FREE
+    num_sinks: int = 0
+    rope: RopeConfig | None = RopeConfig()
+
+    def __post_init__(self) -> None:
+        _check(
+            self.window is None or self.window >= 1,
+            f"window: expected a count of at least 1 or none, got {self.window}",
+        )
+        _check(self.num_sinks >= 0, f"num_sinks: expected a count of at least 0, got {self.num_sinks}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Describes a decoder-only transformer: shapes and the choices in which families differ.
+
+    Attributes:
+      vocab_size: V. hidden_size: D. intermediate_size: F. num_heads: N. num_kv_heads: K. head_dim: H.
+      layers: one entry a layer, so L is ``len(layers)``.
+      activation: of the gated feed-forward, ``"silu"`` or ``"gelu_tanh"``.
+      norm_eps: added to the mean square under the root of every RMSNorm.
+      norm_offset: added to every norm scale (0 for Llama; 1 for Gemma, whose files hold scale - 1).
+      query_scale: factor on q·k; ``None`` for ``head_dim ** -0.5``.
+      embedding_scale: factor on embedded tokens (Gemma: ``sqrt(hidden_size)``).
+      tie_embeddings: whether the output head is the embedding matrix.
+      qkv_bias, output_bias, feed_forward_bias: which linear layers have a bias.
+      qk_norm: RMSNorm over the head width of queries and keys, before rope.
+      post_norms: a second RMSNorm after attention and after the feed-forward, before the residual sum.
+      attention_soft_cap, final_soft_cap: ``cap * tanh(x / cap)`` on scores (after the scale, before the mask)
+        and on logits; ``None`` for none.
+      max_positions: the length that the model was trained for, in tokens. Information: nothing is clipped to it.
+      family: the name under which ``models/families`` knows the model.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    activation: str = "silu"
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    query_scale: float | None = None
+    embedding_scale: float = 1.0
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    feed_forward_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    max_positions: int = 2048
+    family: str = "llama"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            _check(getattr(self, name) >= 1, f"{name}: expected a count of at least 1, got {getattr(self, name)}")
+        _check(len(self.layers) >= 1, "layers: expected at least one layer, got none")
+        _check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads: expected a divisor of num_heads {self.num_heads}, got {self.num_kv_heads}",
+        )
+        _check(self.head_dim % 2 == 0, f"head_dim: expected an even number (rope rotates pairs), got {self.head_dim}")
+        _check(
+            self.activation in ("silu", "gelu_tanh"),
+            f"activation: expected silu or gelu_tanh, got {self.activation!r}",
+        )
+        for name in ("attention_soft_cap", "final_soft_cap"):
+            cap = getattr(self, name)
+            _check(cap is None or cap > 0, f"{name}: expected a number over 0 or none, got {cap}")
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of layers."""
+        return len(self.layers)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor on q·k."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Says how a key/value cache is laid out and stored.
+
+    Attributes:
+      layout: ``"auto"`` gives a ring buffer to each layer with a window, and every slot to the others;
+        ``"full"`` gives every slot to every layer (a window is then only a mask).
+      dtype: of stored keys and values: ``"auto"`` (the model's compute dtype), ``"float32"``, ``"bfloat16"``,
+        ``"float16"``.
+      slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
+        and as many as ``slack`` tokens can be rolled back.
+    """
+
+    layout: str = "auto"
+    dtype: str = "auto"
+    slack: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        _check(self.dtype in dtypes, f"cache dtype: expected one of {', '.join(dtypes)}, got {self.dtype!r}")
+        _check(self.slack >= 0, f"cache slack: expected a count of at least 0, got {self.slack}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Says how the next token is chosen. The default is greedy.
+
+    The order is fixed: logit bias, allowed and banned ids, penalties, no-repeat n-grams, minimum length, the
+    caller's own transforms, temperature, top-k, top-p, min-p, typical-p, renormalise, draw.
+
+    Attributes:
+      temperature: divides the logits; 0 is exact argmax (the lowest id of a tie).
+      top_k: keep the k most likely tokens; anything outside ``1 .. V-1`` keeps all.
+      top_p: keep the fewest, most likely tokens whose sum reaches p (Holtzman et al. 2020); 1 keeps all, 0 one.
+      min_p: keep tokens with at least ``min_p`` times the greatest probability (Nguyen et al. 2024); 0 keeps all.
+      typical_p: keep the tokens nearest to the expected surprise, up to this sum (Meister et al. 2023); 1 keeps all.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output
+        (Keskar et al. 2019); 1 does nothing.
+      presence_penalty: subtracted once from the logit of each token in the output.
+      frequency_penalty: subtracted for each occurrence of the token in the output.
+      no_repeat_ngram_size: bans tokens that would complete an n-gram for the second time (prompt and output);
+        0 is off.
+      min_new_tokens: stop tokens cannot be drawn before so many tokens are out.
+      logit_bias: pairs (token id, number to add).
+      allowed_token_ids: when not empty, no other token can be drawn.
+      banned_token_ids: these tokens cannot be drawn.
+      seed: of the draws. ``None`` draws a fresh one; 0 is a seed like any other.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        def finite(name: str, low: float, high: float, says: str, exclusive: bool = False) -> None:
+            value = getattr(self, name)
+            inside = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
+            _check(inside and not (exclusive and value == low), f"{name}: expected {says}, got {value}")
+
+        finite("temperature", 0, math.inf, "a finite number of at least 0")
+        finite("top_p", 0, 1, "a number from 0 to 1")
+        finite("min_p", 0, 1, "a number from 0 to 1")
+        finite("typical_p", 0, 1, "a number from 0 to 1")
+        finite("repetition_penalty", 0, math.inf, "a finite number over 0", exclusive=True)
+        finite("presence_penalty", -math.inf, math.inf, "a finite number")
+        finite("frequency_penalty", -math.inf, math.inf, "a finite number")
+        for name in ("no_repeat_ngram_size", "min_new_tokens"):
+            _check(getattr(self, name) >= 0, f"{name}: expected a count of at least 0, got {getattr(self, name)}")
+        _check(
+            self.seed is None or 0 <= self.seed < 2**63,
+            f"seed: expected a whole number from 0 to 2**63 - 1 or none, got {self.seed}",
+        )
+        for token_id, bias in self.logit_bias:
+            _check(math.isfinite(bias), f"logit_bias of token {token_id}: expected a finite number, got {bias}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Says how many devices lie along each mesh axis; ``data`` splits rows, ``model`` splits heads and widths."""
+
+    data: int = 1
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "model"):
+            _check(getattr(self, name) >= 1, f"mesh {name}: expected a count of at least 1, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Says what one run uses: a model, and what the command line starts from. The YAML files of ``configs/`` are these.
+
+    Attributes:
+      name: of the config; a file that gives none is named after itself.
+      description: a sentence for people.
+      weights: a hub id, or the path of a folder or file; ``None`` when the config names none.
+      no_weights: why there are none, in half a sentence; only beside ``weights: null``.
+      architecture: shapes for planning. Beside weights it is a promise: weights of another shape are refused.
+      sampling, cache, mesh: see their classes.
+      max_new_tokens: the most tokens that a run writes.
+      prompt: used when the caller gives none.
+    """
+
+    name: str = ""
+    description: str = ""
+    weights: str | None = None
+    no_weights: str | None = None
+    architecture: ModelConfig | None = None
+    sampling: SamplingConfig = SamplingConfig()
+    cache: CacheConfig = CacheConfig()
+    mesh: MeshConfig = MeshConfig()
+    max_new_tokens: int = 64
+    prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.max_new_tokens >= 1, f"max_new_tokens: expected a count of at least 1, got {self.max_new_tokens}")
+        _check(self.weights != "", "weights: expected a hub id, a path or null, got an empty text")
+        _check(self.prompt != "", "prompt: expected some text or null, got an empty text")
+        _check(
+            self.weights is not None or self.architecture is not None,
+            "expected weights, an architecture or both, got neither",
+        )
+        _check(
+            self.weights is None or self.no_weights is None,
+            f"no_weights: expected none beside weights {self.weights!r}, got {self.no_weights!r}",
+        )

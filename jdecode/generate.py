@@ -1,0 +1,252 @@
+"""Writes text with a language model: ``python -m jdecode.generate --config smollm2_135m.yaml --prompt TEXT``."""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jdecode import command_line, config
+
+if TYPE_CHECKING:
+    from jdecode import generation, language_model
+
+NAME = "jdecode.generate"
+_EPILOG = """examples:
+  python -m jdecode.generate --config smollm2_135m.yaml --prompt 'The capital of France is'
+  python -m jdecode.generate --weights model.gguf --chat 'Why is the sky blue?' --temperature 0.8 --top-p 0.95
+  echo 'Once upon a time' | python -m jdecode.generate --weights model.gguf --prompt-file - --json
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Holds the one prompt of a run: a text to continue, a chat message to answer, or token ids."""
+
+    text: str | None = None
+    chat: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    parse = command_line.whole_number()
+    try:
+        return tuple(parse(part.strip()) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected token ids such as 1,2,3, got {text!r}") from None
+
+
+def build_parser() -> command_line.ArgumentParser:
+    """Builds the parser of all flags."""
+    parser = command_line.ArgumentParser(
+        prog=f"python -m {NAME}", description="Writes text with a language model.", epilog=_EPILOG
+    )
+    group = parser.add_argument_group("prompt (one of them; none: the config's own)")
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", type=command_line.unicode_text, help="a text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file in UTF-8; - for stdin")
+    prompt.add_argument("--prompt-ids", metavar="IDS", type=_token_ids, help="the same, as token ids such as 1,2,3")
+    prompt.add_argument(
+        "--chat", metavar="TEXT", type=command_line.plain_text, help="a message to answer, in the model's chat template"
+    )
+    command_line.add_model_arguments(parser)
+    command_line.add_sampling_arguments(parser)
+    group = parser.add_argument_group("ends")
+    group.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        type=command_line.plain_text,
+        help="end before this text; may be given several times",
+    )
+    group.add_argument(
+        "--stop-token-id",
+        metavar="ID",
+        action="append",
+        default=[],
+        type=command_line.whole_number(),
+        help="end at this token; may be given several times",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
+    _add_output_arguments(parser)
+    return parser
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--num-samples", metavar="N", type=command_line.whole_number(1), default=1, help="texts for the one prompt"
+    )
+    group.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=command_line.whole_number(),
+        help="with --json: log-probabilities of the tokens written, and of the N likeliest at each step",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object (a list for several samples)")
+    group.add_argument("--no-stream", action="store_true", help="print at the end, on a terminal too")
+    group = parser.add_argument_group("speculative decoding (not in this version)")
+    group.add_argument("--draft", metavar="NAME_OR_PATH", default="none", help="only none")
+    group.add_argument("--num-draft-tokens", metavar="G", type=command_line.whole_number(1), help="needs a draft")
+    group.add_argument("--verify", choices=("rejection", "coupled"), help="needs a draft")
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    if arguments.draft != "none":
+        raise ValueError(f"--draft {arguments.draft}: not in this version; expected none, or leave it out")
+    for flag, value in (("--num-draft-tokens", arguments.num_draft_tokens), ("--verify", arguments.verify)):
+        if value is not None:
+            raise ValueError(f"{flag} {value}: acts on a draft, and there is none; leave it out")
+    if arguments.logprobs is not None and not arguments.json:
+        raise ValueError("--logprobs: printed with --json only; add --json, or leave it out")
+
+
+def _read_prompt(arguments: argparse.Namespace, run: config.RunConfig) -> Prompt:
+    if arguments.prompt_ids is not None:
+        return Prompt(token_ids=arguments.prompt_ids)
+    if arguments.chat is not None:
+        return Prompt(chat=arguments.chat)
+    if arguments.prompt is not None:
+        return Prompt(text=arguments.prompt)
+    if arguments.prompt_file is not None:
+        name = arguments.prompt_file
+        data = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
+        try:
+            return Prompt(text=data.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--prompt-file {name}: expected text in UTF-8, got other bytes from byte {error.start}"
+            ) from None
+    if run.prompt is None:
+        raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or --chat")
+    return Prompt(text=run.prompt)
+
+
+def _encode(lm: "language_model.LanguageModel", prompt: Prompt) -> list[int]:
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
+    if prompt.chat is not None:
+        return lm.encode_chat([{"role": "user", "content": prompt.chat}])
+    return lm.encode(prompt.text or "")
+
+
+def _echo(lm: "language_model.LanguageModel", prompt: Prompt) -> str:
+    """Returns what stands before the continuation: the prompt, but nothing before the reply of a chat."""
+    if prompt.token_ids is not None:
+        return "" if lm.tokenizer is None else lm.tokenizer.decode(prompt.token_ids)
+    return prompt.text or ""
+
+
+def _plain(value: Any) -> Any:
+    """Turns arrays and numpy scalars into what JSON knows; what it has no number for becomes null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _json_text(result: "generation.GenerateResult", prompt_ids: Sequence[int], is_with_logprobs: bool) -> str:
+    objects = []
+    for row, text in enumerate(result.texts):
+        length = int(result.lengths[row])
+        entry = {
+            "text": text,
+            "token_ids": result.tokens[row][:length],
+            "prompt_token_ids": prompt_ids,
+            "finish_reason": result.finish_reasons[row],
+            "seed": result.seeds[row],
+            "stats": result.stats,
+        }
+        if is_with_logprobs:
+            entry["logprobs"] = [] if result.logprobs is None else result.logprobs[row][:length]
+            entry["top_logprobs"] = result.top_logprobs[row][:length] if result.top_logprobs is not None else []
+        objects.append(_plain(entry))
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=not is_unicode, allow_nan=False)
+
+
+def _print_texts(echo: str, texts: Sequence[str]) -> None:
+    for row, text in enumerate(texts):
+        if len(texts) > 1:
+            print(f"--- sample {row + 1} of {len(texts)} ---")
+        _print_end(f"{echo}{text}")
+
+
+def _print_end(text: str) -> None:
+    print(text, end="" if text.endswith("\n") else "\n", flush=True)
+
+
+def _stream(
+    lm: "language_model.LanguageModel", echo: str, prompt_ids: list[int], request: dict[str, Any]
+) -> "generation.GenerateResult":
+    """Prints the text as it comes, and returns the result."""
+    stream = lm.stream(prompt_ids, **request)
+    pending = echo  # printed with the first chunk: a request that is refused leaves standard output empty
+    last = ""
+    for chunk in stream:
+        text = pending + chunk.text
+        pending, last = "", text[-1:] or last
+        print(text, end="", flush=True)
+    if pending or last != "\n":
+        _print_end(pending)
+    assert stream.result is not None
+    return stream.result
+
+
+def _main(argv: Sequence[str] | None) -> None:
+    arguments = build_parser().parse_args(argv)
+    _check_flags(arguments)
+    chosen = command_line.settings(arguments)
+    prompt = _read_prompt(arguments, chosen.run)
+    lm = command_line.load_model(chosen)
+    prompt_ids = _encode(lm, prompt)
+    request = {
+        "max_new_tokens": chosen.run.max_new_tokens,
+        "sampling": chosen.run.sampling,
+        "num_samples": arguments.num_samples,
+        "stop": tuple(arguments.stop),
+        "stop_token_ids": tuple(arguments.stop_token_id),
+        "ignore_eos": arguments.ignore_eos,
+        "logprobs": arguments.logprobs,
+        "cache": chosen.run.cache,
+        "capacity": chosen.capacity,
+    }
+    if arguments.json:
+        result = lm.generate([prompt_ids], **request)
+        print(_json_text(result, prompt_ids, arguments.logprobs is not None), flush=True)
+        return
+    echo = _echo(lm, prompt)
+    if sys.stdout.isatty() and not arguments.no_stream and arguments.num_samples == 1:
+        result = _stream(lm, echo, prompt_ids, request)
+    else:
+        result = lm.generate([prompt_ids], **request)
+        _print_texts(echo, result.texts)
+    seeds = ", ".join(str(seed) for seed in dict.fromkeys(result.seeds))
+    command_line.print_statistics(
+        result.stats,
+        num_prompt_tokens=len(prompt_ids),
+        num_new_tokens=int(sum(result.lengths)),
+        ended=f"ended by {', '.join(result.finish_reasons)}, seed {seeds}",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, and returns its exit status.
+
+    Args:
+      argv: arguments; ``None`` for those of the process.
+    """
+    return command_line.run(NAME, _main, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""From prompts of token ids to text: one run of the decode loop, with what the host must see on the way.
+
+The device loop runs to the end, or in chunks when somebody reads along or a stop string has to be looked for. Between
+chunks the host reads the new tokens, turns them into text, and ends the rows whose stop string came.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdecode import compile_clock, sampling, shapes
+from jdecode.cache import kv_cache
+from jdecode.decode import loop, prefill, state, stopping
+from jdecode.models import transformer
+from jdecode.text import stream as stream_lib
+from jdecode.text import tokenizer as tokenizer_lib
+
+LEAST_OUTPUT_LEN = 64
+"""The shortest output buffer; longer ones are powers of two, so that few programs serve every length."""
+
+STREAM_STEPS = 8
+"""Tokens a row between two looks of a reader."""
+
+STOP_STRING_STEPS = 32
+"""Tokens a row between two looks for stop strings when nobody reads along."""
+
+
+_SECONDS = ("first_token_seconds", "prefill_seconds", "decode_seconds", "compile_seconds")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What one row has added to its text since the chunk before.
+
+    Attributes:
+      row: of the batch.
+      text: may be empty while characters or a possible stop string are held back.
+      token_ids: the new tokens.
+      finish_reason: ``"stop"`` or ``"length"`` with the row's last chunk, else ``None``.
+    """
+
+    row: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """The outcome of a generation of B rows.
+
+    Attributes:
+      texts: without prompt, stop token and stop string.
+      tokens: int32 (B, M), the new tokens, a stop token included; 0 after each row's end.
+      lengths: int32 (B,), how many of them are real.
+      finish_reasons: ``"stop"`` or ``"length"``, one a row.
+      prompt_tokens: the ids that each row started from.
+      seeds: of each row.
+      logprobs: float32 (B, M), nats, of the new tokens under the model's own distribution; ``None`` where not asked.
+      top_logprobs: for each row and token the (id, log-probability) pairs of the most likely tokens, best first;
+        ``None`` where not asked.
+      stats: seconds, rates and bytes, see ``TextStream``.
+    """
+
+    texts: list[str]
+    tokens: np.ndarray
+    lengths: np.ndarray
+    finish_reasons: list[str]
+    prompt_tokens: list[list[int]]
+    seeds: list[int]
+    logprobs: np.ndarray | None
+    top_logprobs: list[list[list[tuple[int, float]]]] | None
+    stats: Mapping[str, float | int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One generation, resolved to numbers. Rows are samples of prompts, prompt by prompt.
+
+    Attributes:
+      prompts: ids, one list a prompt.
+      num_samples: rows a prompt; they share its prefill.
+      sampling_configs: one a row.
+      seeds: one a row; samples of one prompt share theirs and are told apart by their number.
+      max_new_tokens: of every row.
+      stop_ids: tokens that end a row.
+      stop: strings that end a row.
+      transforms: the caller's own.
+      num_top_logprobs: ``None`` for no log-probabilities.
+      steps_per_look: tokens a row between two looks of the host.
+      continues_text: one a prompt: whether the new text follows text, and so keeps a first space.
+    """
+
+    prompts: list[list[int]]
+    num_samples: int
+    sampling_configs: list[Any]
+    seeds: list[int]
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    transforms: tuple[sampling.Transform, ...]
+    num_top_logprobs: int | None
+    steps_per_look: int
+    continues_text: list[bool]
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.prompts) * self.num_samples
+
+    @property
+    def row_prompts(self) -> list[list[int]]:
+        """The prompt of each row."""
+        return [prompt for prompt in self.prompts for _ in range(self.num_samples)]
+
+
+class TextStream:
+    """Runs one request, and yields chunks of text as they come. Iterate it once; then ``result`` is there.
+
+    Args:
+      model, params: see ``models.transformer``.
+      tokenizer: ``None`` for a model without one: texts are then empty.
+      request: what to do.
+      cache: with one row a prompt; donated. Rows continue where it ends.
+      history: ids that each row of the cache holds already (penalties count them as prompt).
+      weight_bytes: for the statistics.
+
+    Attributes:
+      result: ``None`` until the stream is exhausted.
+      cache: after exhaustion the cache with every row's text but its latest token.
+
+    ``result.stats`` holds ``first_token_seconds`` (from the call to the first token, compilation included),
+    ``prefill_seconds`` (to the first token) and ``decode_seconds`` (after it), both without compilation and without
+    the time that the reader took between chunks, ``decode_tokens_per_second`` (all rows), ``compile_seconds``,
+    ``prompt_tokens`` and ``new_tokens`` (counts, all rows), ``kv_cache_bytes`` and ``weight_bytes``.
+    """
+
+    def __init__(
+        self,
+        model: transformer.Transformer,
+        params: Any,
+        tokenizer: tokenizer_lib.Tokenizer | None,
+        request: Request,
+        cache: kv_cache.KVCache,
+        *,
+        history: Sequence[Sequence[int]] | None = None,
+        weight_bytes: int = 0,
+    ) -> None:
+        self._model, self._params, self._tokenizer = model, params, tokenizer
+        self._request = request
+        self._chain = sampling.standard_chain(request.transforms)
+        self._history = [list(held) for held in history or [()] * len(request.prompts)]
+        self._weight_bytes = weight_bytes
+        self._prompt_cache: kv_cache.KVCache | None = cache
+        self._readers = [self._reader(request.continues_text[row // request.num_samples]) for row in range(self._rows)]
+        self._seen = [0] * self._rows
+        self._finish_reasons: list[str | None] = [None] * self._rows
+        self._state: state.DecodeState | None = None
+        self.result: GenerateResult | None = None
+        prefill.check_room(cache, [len(prompt) + request.max_new_tokens for prompt in request.prompts])
+
+    @property
+    def _rows(self) -> int:
+        return self._request.num_rows
+
+    @property
+    def cache(self) -> kv_cache.KVCache:
+        """The cache after the run."""
+        if self.result is None or self._state is None:
+            raise ValueError("cache: expected an exhausted stream, got one that is still running; read it to its end")
+        return self._state.cache
+
+    def _reader(self, continues_text: bool) -> stream_lib.DetokenizerStream | None:
+        if self._tokenizer is None:
+            if self._request.stop:
+                raise ValueError("stop: expected a model with a tokenizer, got one without; use stop_token_ids")
+            return None
+        return stream_lib.DetokenizerStream(self._tokenizer, self._request.stop, continues_text=continues_text)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        if self._prompt_cache is None:
+            raise ValueError("stream: expected to be read once, got a second reading; make a new stream")
+        stats: dict[str, float] = {name: 0.0 for name in _SECONDS}
+        chunks = self._timed(self._begin, stats, "prefill_seconds")
+        stats["first_token_seconds"] = stats["prefill_seconds"] + stats["compile_seconds"]
+        yield from chunks
+        while None in self._finish_reasons:
+            yield from self._timed(self._continue, stats, "decode_seconds")
+        self.result = self._make_result(stats)
+
+    def _timed(self, work, stats: dict[str, float], name: str) -> list[Chunk]:
+        start = time.perf_counter()
+        with compile_clock.CompileClock() as clock:
+            chunks = work()
+            compiling = clock.seconds
+        stats["compile_seconds"] += compiling
+        stats[name] += time.perf_counter() - start - compiling
+        return chunks
+
+    def _begin(self) -> list[Chunk]:
+        request, cache = self._request, self._prompt_cache
+        assert cache is not None
+        self._prompt_cache = None  # donated from here on
+        whole = [[*held, *prompt] for held, prompt in zip(self._history, request.prompts, strict=True)]
+        whole = [ids for ids in whole for _ in range(request.num_samples)]
+        longest = max(len(ids) for ids in whole) + request.max_new_tokens
+        output_len = max(LEAST_OUTPUT_LEN, shapes.power_of_two_at_least(request.max_new_tokens))
+        # All that can be refused is refused here, before anything is computed.
+        params = sampling.params_from_configs(
+            request.sampling_configs,
+            vocab_size=self._model.config.vocab_size,
+            prompts=whole,
+            history_len=shapes.power_of_two_at_least(longest),
+            stop_ids=[request.stop_ids] * self._rows,
+        )
+        key_B = sampling.request_keys(request.seeds, [row % request.num_samples for row in range(self._rows)])
+        cache, logits_BV = prefill.prefill(self._model, self._params, request.prompts, cache)
+        if request.num_samples > 1:
+            row_idx = jnp.repeat(jnp.arange(len(request.prompts)), request.num_samples)
+            cache, logits_BV = kv_cache.take_rows(cache, row_idx), jnp.take(logits_BV, row_idx, axis=0)
+        self._state = loop.begin(
+            self._chain,
+            params,
+            cache,
+            logits_BV,
+            key_B=key_B,
+            stop_ids_BX=stopping.padded([request.stop_ids] * self._rows),
+            max_new_B=jnp.full(self._rows, request.max_new_tokens, jnp.int32),
+            output_len=output_len,
+            num_top_logprobs=request.num_top_logprobs,
+        )
+        return self._look()
+
+    def _continue(self) -> list[Chunk]:
+        assert self._state is not None
+        self._state = loop.run(self._model, self._chain, self._params, self._state, self._request.steps_per_look)
+        return self._look()
+
+    def _look(self) -> list[Chunk]:
+        """Reads the new tokens of every row, and ends rows at their stop strings."""
+        assert self._state is not None
+        status_B = np.asarray(self._state.status_B)
+        num_new_B, tokens_BM = np.asarray(self._state.num_new_B), np.asarray(self._state.tokens_BM)
+        chunks, stopped_B = [], np.zeros(self._rows, bool)
+        for row in range(self._rows):
+            if self._finish_reasons[row] is not None:
+                continue
+            if status_B[row] == state.INVALID:
+                raise FloatingPointError(
+                    f"logits of row {row}: expected finite numbers, got NaN or infinity after "
+                    f"{num_new_B[row]} new tokens; the weights are broken, or their dtype is too narrow"
+                )
+            new = [int(token) for token in tokens_BM[row, self._seen[row] : num_new_B[row]]]
+            chunk = self._read(row, new, state.FINISH_REASONS[int(status_B[row])])
+            stopped_B[row] = chunk.finish_reason is not None
+            if chunk.token_ids or chunk.text or chunk.finish_reason:
+                chunks.append(chunk)
+        if (stopped_B & (status_B == state.RUNNING)).any():
+            self._state = state.finish(self._state, stopped_B)
+        return chunks
+
+    def _read(self, row: int, new: list[int], finish_reason: str | None) -> Chunk:
+        """Turns a row's new tokens into text."""
+        reader, text = self._readers[row], ""
+        if reader is not None:
+            is_stop_token = finish_reason == "stop" and new and new[-1] in self._request.stop_ids
+            text = reader.push(new[:-1] if is_stop_token else new)
+            if reader.stopped:
+                assert reader.stop_token_count is not None
+                new = new[: reader.stop_token_count - self._seen[row]]
+                finish_reason = "stop"
+            if finish_reason is not None:
+                text += reader.finish()
+        self._seen[row] += len(new)
+        self._finish_reasons[row] = finish_reason
+        return Chunk(row=row, text=text, token_ids=new, finish_reason=finish_reason)
+
+    def _make_result(self, stats: dict[str, float]) -> GenerateResult:
+        assert self._state is not None
+        request, final = self._request, self._state
+        lengths = np.asarray(self._seen, np.int32)
+        is_real_BM = np.arange(final.tokens_BM.shape[1])[None, :] < lengths[:, None]
+        width = max(int(lengths.max()), 1)
+        is_real_BM = is_real_BM[:, :width]
+        decoded = int(lengths.sum()) - self._rows
+        rate = decoded / stats["decode_seconds"] if stats["decode_seconds"] > 0 else 0.0
+        logprobs, top_logprobs = self._scores(lengths, width, is_real_BM)
+        return GenerateResult(
+            texts=[reader.text if reader else "" for reader in self._readers],
+            tokens=np.where(is_real_BM, np.asarray(final.tokens_BM)[:, :width], 0),
+            lengths=lengths,
+            finish_reasons=[str(reason) for reason in self._finish_reasons],
+            prompt_tokens=[list(prompt) for prompt in request.row_prompts],
+            seeds=list(request.seeds),
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            stats={
+                **stats,
+                "decode_tokens_per_second": rate,
+                "prompt_tokens": sum(len(prompt) for prompt in request.prompts),
+                "new_tokens": int(lengths.sum()),
+                "kv_cache_bytes": final.cache.num_bytes,
+                "weight_bytes": self._weight_bytes,
+            },
+        )
+
+    def _scores(self, lengths: np.ndarray, width: int, is_real_BM: np.ndarray):
+        """Returns the log-probabilities in the form of ``GenerateResult``."""
+        assert self._state is not None
+        scores = self._state.scores
+        if scores is None:
+            return None, None
+        scores = jax.tree.map(np.asarray, scores)
+        logprobs = np.where(is_real_BM, scores.logprob_BM[:, :width], 0.0)
+        if not scores.top_ids_BMJ.shape[2]:
+            return logprobs, None
+        top_logprobs = [
+            [
+                list(zip(ids_J.tolist(), logprobs_J.tolist(), strict=True))
+                for ids_J, logprobs_J in zip(
+                    scores.top_ids_BMJ[row, :length], scores.top_logprobs_BMJ[row, :length], strict=True
+                )
+            ]
+            for row, length in enumerate(lengths)
+        ]
+        return logprobs, top_logprobs

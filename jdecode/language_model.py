@@ -1,0 +1,345 @@
+"""The one convenience on top: a model with its parameters and its tokenizer, ready to write text.
+
+Everything here only calls public functions of the layers below: ``cache.allocate``, ``decode``, ``generation``.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdecode import chat_session, generation
+from jdecode import config as config_lib
+from jdecode import sampling as sampling_lib
+from jdecode.cache import allocate, kv_cache
+from jdecode.decode import loop, prefill, stopping
+from jdecode.models import parameter_axes, transformer
+from jdecode.parallel import mesh as mesh_lib
+from jdecode.parallel import rules
+from jdecode.text import chat
+from jdecode.text import tokenizer as tokenizer_lib
+from jdecode.weights import load as load_lib
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | np.ndarray
+
+LEAST_CAPACITY = 256
+"""Slots a row in the smallest cache that is allocated unasked."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """A frozen bundle of what it takes to decode.
+
+    Attributes:
+      config: of the model.
+      model: the flax module; ``model.apply(params, tokens_BT, cache)`` returns logits and the cache after them.
+      params: of the model.
+      tokenizer: ``None`` for weights without one; prompts are then token ids.
+      end_token_ids: tokens that end a text: all that the model's files name.
+      mesh: the devices, ``None`` for the default one.
+    """
+
+    config: config_lib.ModelConfig
+    model: transformer.Transformer
+    params: Any
+    tokenizer: tokenizer_lib.Tokenizer | None
+    end_token_ids: tuple[int, ...] = ()
+    mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+
+    def init_cache(
+        self, *, batch_size: int, capacity: int, cache: config_lib.CacheConfig = config_lib.CacheConfig()
+    ) -> kv_cache.KVCache:
+        """Allocates an empty cache.
+
+        Args:
+          batch_size: B.
+          capacity: the longest text, prompt and output, that a row must hold, in tokens.
+          cache: layout and dtype.
+
+        Raises:
+          ValueError: a size is under 1.
+        """
+        return allocate.init_cache(
+            self.config,
+            cache,
+            batch_size=batch_size,
+            capacity=capacity,
+            compute_dtype=self.model.dtype,
+            mesh=self.mesh,
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        """Turns a raw prompt into token ids, with the start token if the tokenizer adds one.
+
+        Raises:
+          ValueError: the model has no tokenizer, or nothing is left to start from.
+        """
+        ids = self._text_tokenizer().encode(prompt)
+        if not ids:
+            raise ValueError("prompt: expected some text (this tokenizer adds no start token), got an empty prompt")
+        return ids
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Renders messages (``{"role": ..., "content": ...}``) by the model's chat template, into token ids.
+
+        Raises:
+          ValueError: the model has no tokenizer or no chat template, or the template refuses the messages.
+        """
+        return chat.encode_chat(self._text_tokenizer(), messages)
+
+    def generate(self, prompts: Prompts, **options: Any) -> generation.GenerateResult:
+        """Continues prompts to their end. Takes the options of ``stream``, and only the whole result is returned."""
+        options.setdefault("steps_per_look", generation.STOP_STRING_STEPS if options.get("stop") else loop.ALL_STEPS)
+        stream = self.stream(prompts, **options)
+        for _ in stream:
+            pass
+        assert stream.result is not None
+        return stream.result
+
+    def stream(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int = 64,
+        sampling: config_lib.SamplingConfig | Sequence[config_lib.SamplingConfig] = config_lib.SamplingConfig(),
+        num_samples: int = 1,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        transforms: Sequence[sampling_lib.Transform] = (),
+        cache: config_lib.CacheConfig = config_lib.CacheConfig(),
+        capacity: int | None = None,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        draft: None = None,
+        steps_per_look: int = generation.STREAM_STEPS,
+    ) -> generation.TextStream:
+        """Continues prompts, and yields text as it comes.
+
+        Args:
+          prompts: a string, a list of token ids, a list of either, or a padded int array with ``lengths``.
+          max_new_tokens: of every row, at least 1.
+          sampling: how tokens are chosen: one config, or one for each prompt.
+          num_samples: rows a prompt, which share its prefill; rows stand prompt by prompt.
+          stop: strings that end a text and do not appear in it.
+          stop_token_ids: tokens that end a text, beside the model's own end tokens.
+          ignore_eos: do not end at the model's own end tokens.
+          logprobs: give the log-probability of each new token, and of so many of the most likely ones (0 for none).
+          transforms: the caller's own (see ``sampling.Transform``), applied before the temperature.
+          cache: layout and dtype of the cache.
+          capacity: cache slots a row; ``None`` for what the request needs.
+          lengths: how many ids of each row are real, for an array of prompts.
+          draft: speculative decoding; this version has none.
+          steps_per_look: tokens a row between two chunks.
+
+        Returns:
+          An iterable of ``Chunk``; its ``result`` is there when it is exhausted.
+
+        Raises:
+          ValueError: an argument that cannot be honoured, one line.
+          FloatingPointError: the model's logits were not finite.
+        """
+        if draft is not None:
+            raise ValueError(f"draft: expected None (speculative decoding is not in this version), got {draft!r}")
+        ids = self._prompt_ids(prompts, lengths)
+        stop_ids = stopping.stop_ids(
+            self.end_token_ids, stop_token_ids, ignore_eos=ignore_eos, vocab_size=self.config.vocab_size
+        )
+        request = self._request(
+            ids,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
+            stop_ids=stop_ids,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            transforms=tuple(transforms),
+            num_top_logprobs=logprobs,
+            steps_per_look=steps_per_look,
+        )
+        needed = max(len(prompt) for prompt in ids) + max_new_tokens
+        if capacity is not None and needed > capacity:
+            raise ValueError(
+                f"capacity: expected at least {needed} slots (prompt and {max_new_tokens} new tokens), got {capacity}; "
+                "raise the capacity, or shorten the prompt or the output"
+            )
+        empty = self.init_cache(batch_size=len(ids), capacity=capacity or capacity_for(needed), cache=cache)
+        return generation.TextStream(
+            self.model, self.params, self.tokenizer, request, empty, weight_bytes=self.weight_bytes
+        )
+
+    def score(self, texts: Prompts, *, lengths: Sequence[int] | np.ndarray | None = None) -> list[np.ndarray]:
+        """Computes the log-probability of every token but the first, given those before it.
+
+        Args:
+          texts: as ``stream`` takes prompts.
+
+        Returns:
+          For each row float32, one entry fewer than it has tokens, in nats.
+        """
+        ids = self._prompt_ids(texts, lengths)
+        cache = self.init_cache(batch_size=len(ids), capacity=capacity_for(max(len(row) for row in ids)))
+        return prefill.score(self.model, self.params, ids, cache)
+
+    def chat_session(
+        self,
+        *,
+        system: str | None = None,
+        sampling: config_lib.SamplingConfig = config_lib.SamplingConfig(),
+        cache: config_lib.CacheConfig = config_lib.CacheConfig(),
+        capacity: int | None = None,
+    ) -> chat_session.ChatSession:
+        """Starts a conversation that keeps its cache between turns.
+
+        Args:
+          system: text of the system message, ``None`` for the template's own.
+          sampling: of every reply.
+          cache: layout and dtype of the cache.
+          capacity: the longest conversation, in tokens; ``None`` for the least of the trained length and 4,096.
+        """
+        return chat_session.ChatSession(self, system=system, sampling=sampling, cache=cache, capacity=capacity)
+
+    def _request(
+        self,
+        ids: list[list[int]],
+        configs: config_lib.SamplingConfig | Sequence[config_lib.SamplingConfig],
+        *,
+        num_samples: int,
+        **fields: Any,
+    ) -> generation.Request:
+        """Resolves the options of ``stream`` to one entry a row, and checks them."""
+        for name, value in (("max_new_tokens", fields["max_new_tokens"]), ("num_samples", num_samples)):
+            _check_count(name, value, least=1)
+        if fields["num_top_logprobs"] is not None:
+            _check_count("logprobs", fields["num_top_logprobs"], least=0, most=self.config.vocab_size)
+        if isinstance(configs, config_lib.SamplingConfig):
+            configs = [configs] * len(ids)
+        if len(configs) != len(ids):
+            raise ValueError(
+                f"sampling: expected one config, or one for each of {len(ids)} prompts, got {len(configs)}"
+            )
+        seeds = [secrets.randbits(63) if config.seed is None else config.seed for config in configs]
+        return generation.Request(
+            prompts=ids,
+            num_samples=num_samples,
+            sampling_configs=[config for config in configs for _ in range(num_samples)],
+            seeds=[seed for seed in seeds for _ in range(num_samples)],
+            continues_text=[self._has_text(prompt) for prompt in ids],
+            **fields,
+        )
+
+    def _has_text(self, ids: Sequence[int]) -> bool:
+        tokenizer = self.tokenizer
+        return tokenizer is not None and any(not tokenizer.is_special(token_id) for token_id in ids)
+
+    def _prompt_ids(self, prompts: Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
+        """Turns what callers may pass into lists of ids, one a row."""
+        if isinstance(prompts, np.ndarray | jax.Array):
+            rows = _array_rows(np.asarray(prompts), lengths)
+        elif lengths is not None:
+            raise ValueError("lengths: expected only beside an array of prompts; lists are ragged as they are")
+        elif isinstance(prompts, str):
+            rows = [self.encode(prompts)]
+        elif len(prompts) and all(isinstance(prompt, int | np.integer) for prompt in prompts):
+            rows = [list(prompts)]
+        else:
+            rows = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if not rows:
+            raise ValueError("prompts: expected at least one, got none")
+        return [self._checked_ids(row, ids) for row, ids in enumerate(rows)]
+
+    def _checked_ids(self, row: int, ids: Sequence[Any]) -> list[int]:
+        if not ids:
+            raise ValueError(f"prompt of row {row}: expected at least one token, got none; give it a start token")
+        for token_id in ids:
+            if not isinstance(token_id, int | np.integer) or not 0 <= token_id < self.config.vocab_size:
+                raise ValueError(
+                    f"prompt of row {row}: expected token ids from 0 to {self.config.vocab_size - 1}, got {token_id!r}"
+                )
+        return [int(token_id) for token_id in ids]
+
+    def _text_tokenizer(self) -> tokenizer_lib.Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("prompt: expected token ids, got text (these weights come without a tokenizer)")
+        return self.tokenizer
+
+
+def capacity_for(num_tokens: int) -> int:
+    """Returns how many slots to allocate for ``num_tokens``: few sizes, so that few programs are compiled.
+
+    There are four sizes between a power of two and the next, and at least ``LEAST_CAPACITY`` slots.
+    """
+    least_power = 1 << (max(num_tokens, 1) - 1).bit_length()
+    step = max(least_power // 8, LEAST_CAPACITY)
+    return -(-num_tokens // step) * step
+
+
+def load(
+    source: str | pathlib.Path, *, dtype: str = "auto", mesh: config_lib.MeshConfig | None = None, backend: str = "auto"
+) -> LanguageModel:
+    """Loads a language model.
+
+    Args:
+      source: a folder with ``config.json`` and safetensors, a ``.gguf`` file, or a hub id (``owner/name``).
+      dtype: of parameters and computation: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is float32 on a
+        CPU and bfloat16 elsewhere.
+      mesh: devices to spread the model over; ``None`` for the default one.
+      backend: of attention, see ``attention.select``.
+
+    Raises:
+      ValueError: the source, or an argument, cannot be honoured; one line.
+      FileNotFoundError: there is no such file.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
+    placement = None if device_mesh is None else functools.partial(_mesh_placement, device_mesh)
+    loaded = load_lib.load_weights(source, dtype=dtype, placement=placement)
+    return LanguageModel(
+        config=loaded.config,
+        model=transformer.Transformer(loaded.config, backend=backend, dtype=dtype),
+        params={"params": loaded.params},
+        tokenizer=loaded.tokenizer,
+        end_token_ids=loaded.eos_token_ids,
+        mesh=device_mesh,
+    )
+
+
+def _mesh_placement(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load_lib.Put:
+    axes = parameter_axes.parameter_axes(config)
+
+    def put(path: str, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, rules.sharding(mesh, axes[path], array.shape))
+
+    return put
+
+
+def _check_count(name: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:
+    if not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
+
+
+def _array_rows(array: np.ndarray, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
+    """Cuts a padded array into rows; padding stands at their ends."""
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"prompts: expected an int array (rows, tokens), got {array.dtype} of shape {array.shape}")
+    if lengths is None:
+        raise ValueError("lengths: expected the number of real ids of each row beside an array of prompts, got none")
+    if len(lengths) != len(array) or any(not 1 <= length <= array.shape[1] for length in lengths):
+        raise ValueError(
+            f"lengths: expected {len(array)} counts from 1 to {array.shape[1]}, got {[int(n) for n in lengths]}"
+        )
+    return [row[: int(length)].tolist() for row, length in zip(array, lengths, strict=True)]

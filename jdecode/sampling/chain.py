@@ -1,0 +1,83 @@
+"""Transforms one after another, as one transform."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdecode.sampling import protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Applies transforms in order. Its state is the tuple of theirs.
+
+    Attributes:
+      transforms: in the order of application.
+    """
+
+    transforms: tuple[protocol.Transform, ...]
+
+    def init(self, params: protocol.SamplingParams, batch: int, vocab: int) -> tuple[Any, ...]:
+        """Returns the states of the transforms."""
+        return tuple(transform.init(params, batch, vocab) for transform in self.transforms)
+
+    def apply(self, logits_BV: jax.Array, state: tuple[Any, ...]) -> jax.Array:
+        """Returns the logits after every transform.
+
+        Args:
+          logits_BV: any float dtype; they are float32 from here on.
+          state: of ``init`` or ``accept``.
+
+        Returns:
+          float32 [B, V]. A row that held a NaN is NaN throughout, so that no ban can hide a broken model.
+
+        Raises:
+          TypeError: when a transform returns another shape or dtype (at trace time).
+        """
+        logits_BV = logits_BV.astype(jnp.float32)
+        is_nan_B1 = jnp.isnan(jnp.max(logits_BV, axis=-1, keepdims=True))
+        for transform, own in zip(self.transforms, state, strict=True):
+            name = type(transform).__name__
+            with jax.named_scope(name):
+                out_BV = transform.apply(logits_BV, own)
+            if out_BV.shape != logits_BV.shape or out_BV.dtype != jnp.float32:
+                raise TypeError(
+                    f"transform {name}: expected float32 logits of shape {logits_BV.shape} from apply, "
+                    f"got {out_BV.dtype} of shape {out_BV.shape}; cast or reshape before returning"
+                )
+            logits_BV = out_BV
+        return jnp.where(is_nan_B1, jnp.nan, logits_BV)
+
+    def accept(self, state: tuple[Any, ...], token_B: jax.Array, live_B: jax.Array) -> tuple[Any, ...]:
+        """Returns the states after ``token_B`` was emitted by the rows of ``live_B``."""
+        pairs = zip(self.transforms, state, strict=True)
+        return tuple(transform.accept(own, token_B, live_B) for transform, own in pairs)
+
+
+def chain(*transforms: protocol.Transform) -> Chain:
+    """Composes transforms into one that applies them from left to right.
+
+    Two chains of equal transforms are equal and hash alike, so they share one compilation:
+
+    >>> from jdecode import sampling
+    >>> chain(sampling.Temperature(), sampling.TopK()) == chain(sampling.Temperature(), sampling.TopK())
+    True
+
+    Raises:
+      TypeError: for something that is not a hashable object with ``init``, ``apply`` and ``accept``.
+    """
+    for transform in transforms:
+        shown = transform.__name__ if isinstance(transform, type) else type(transform).__name__
+        if isinstance(transform, type) or not isinstance(transform, protocol.Transform):
+            kind = "the class" if isinstance(transform, type) else "an object of class"
+            raise TypeError(f"transform: expected an object with init, apply and accept, got {kind} {shown}")
+        try:
+            hash(transform)
+        except TypeError:
+            raise TypeError(
+                f"transform {shown}: expected a hashable object, got one that is not; "
+                "make it a frozen dataclass and keep arrays in the state that init returns"
+            ) from None
+    return Chain(transforms)
