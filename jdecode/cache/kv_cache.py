@@ -14,7 +14,7 @@ A block of T tokens passes through a cache in three steps::
 sees exactly what ``attention.visibility`` says.
 
 Rollback is a length: ``truncate`` lowers ``length_B``. The slots of the cut tokens keep positions past the new length,
-where no query sees them, and the next block overwrites them.
+where no query sees them, and the next block overwrites them (or, where it attends to the old ring, hides them).
 """
 
 import dataclasses
@@ -172,7 +172,10 @@ class CachedLayer:
             first_slot=jnp.int32(0),
             end_slot=jnp.int32(k_BTKH.shape[1]),
         )
-        return new, (self._stored_segment(old, cache.positions[idx], cache.length_B), fresh)
+        # The old slots still hold tokens that were taken back; in the fresh block others have their positions.
+        is_kept_BS = cache.positions[idx] < cache.length_B[:, None]
+        kept_position_BS = jnp.where(is_kept_BS, cache.positions[idx], visibility.EMPTY)
+        return new, (self._stored_segment(old, kept_position_BS, cache.length_B), fresh)
 
     def _stored_segment(self, store: LayerStore, position_BS: jax.Array, length_B: jax.Array) -> segment_lib.Segment:
         layout = self.cache.layouts[self.cache.layout_idx[self.layer_idx]]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jdecode import sampling
 from jdecode.cache import kv_cache
+from jdecode.decode import chosen_layout
 from jdecode.decode import state as state_lib
 from jdecode.decode import step as step_lib
 from jdecode.models import transformer
@@ -98,7 +99,10 @@ def run(
       state: donated.
       max_steps: tokens a row at most; traced, so that every number shares one compilation.
     """
-    return _run(model, chain, params, unaliased(state), jnp.int32(max_steps))
+    state, num_steps = unaliased(state), jnp.int32(max_steps)
+    if next(iter(state.token_B.devices())).platform == "tpu":
+        return chosen_layout.run(decode_steps, model, chain, params, state, num_steps)
+    return _run(model, chain, params, state, num_steps)
 
 
 def unaliased(tree: Any) -> Any:

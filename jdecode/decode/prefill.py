@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def prefill_chunk(
       num_tokens_B: int32, real tokens; a row with none keeps its logits.
     """
     new_B1V, after = model.apply(params, tokens_BT, cache, num_tokens_B=num_tokens_B, last_only=True)
-    return after, jnp.where(num_tokens_B[:, None] > 0, new_B1V[:, 0], logits_BV)
+    return cast(kv_cache.KVCache, after), jnp.where(num_tokens_B[:, None] > 0, new_B1V[:, 0], logits_BV)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -58,7 +58,7 @@ def score_chunk(
     """Feeds one chunk; returns the cache and float32 (B, T), the log-probability (nats) of ``targets_BT``."""
     logits_BTV, after = model.apply(params, tokens_BT, cache, num_tokens_B=num_tokens_B)
     chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[:, :, None], axis=2)[:, :, 0]
-    return after, chosen_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
+    return cast(kv_cache.KVCache, after), chosen_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
 
 
 def chunks(rows: Sequence[Sequence[int]], chunk_len: int):

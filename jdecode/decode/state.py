@@ -106,7 +106,7 @@ def init_state(
         tokens_BM=jnp.zeros((B, M), jnp.int32),
         num_new_B=jnp.zeros(B, jnp.int32),
         max_new_B=max_new_B,
-        status_B=jnp.where(max_new_B > 0, RUNNING, FULL),
+        status_B=jnp.where(max_new_B > 0, RUNNING, FULL).astype(jnp.int32),
         stop_ids_BX=stop_ids_BX,
         sampler=sampler,
         key_B=key_B,

@@ -1,6 +1,6 @@
 """Chat messages to text and to token ids.
 
-What a message says must never read as a control token: a user who writes ``<|im_end|>`` has written eight
+What a message says must never read as a control token: a user who writes ``<|im_end|>`` has written ten
 characters, not the end of the turn. ``encode_chat`` therefore has two ways. Where no message holds a control string
 or a piece of one, the rendered text is encoded as it is. Otherwise the messages are rendered a second time with every
 control string in them broken by a mark; the control tokens that are still found there are the template's own, and

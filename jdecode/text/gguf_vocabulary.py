@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, processors
 
 from jdecode.text import pre_tokenization, token_bytes
 
@@ -70,13 +70,20 @@ def build(fields: Mapping[str, Any], *, control_strings: Sequence[str] = ()) -> 
     adds_bos_unless_said = ids["bos"] is not None and (
         model == "llama" or pre_tokenization.adds_bos(_get(fields, "pre", str, "default"))
     )
+    prefix_ids = _affix(fields, "bos", ids["bos"], adds_bos_unless_said)
+    suffix_ids = _affix(fields, "eos", ids["eos"], False)
+    if prefix_ids or suffix_ids:  # so that a saved tokenizer.json says the same to other readers
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*(tokens[i] for i in prefix_ids), "$A", *(tokens[i] for i in suffix_ids)],
+            special_tokens=[(tokens[i], i) for i in {*prefix_ids, *suffix_ids}],
+        )
     return GgufVocabulary(
         backend=backend,
         bos_token_id=ids["bos"],
         eos_token_ids=tuple(i for name in ("eos", "eot", "eom") if (i := ids[name]) is not None),
         chat_template=_chat_template(fields),
-        prefix_ids=_affix(fields, "bos", ids["bos"], adds_bos_unless_said),
-        suffix_ids=_affix(fields, "eos", ids["eos"], False),
+        prefix_ids=prefix_ids,
+        suffix_ids=suffix_ids,
     )
 
 
@@ -146,8 +153,8 @@ def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: S
     """Lists every split of every ordinary token into two ordinary tokens, best result first.
 
     Control, byte and unused tokens take no part, so no sequence of characters in a text can become one of them.
-    Splits of one token are equals to sentencepiece, which takes the leftmost in the text; a BPE must rank them, and
-    the ids of the parts decide here, as in the conversions that Hugging Face publishes.
+    Splits of one token are equals to sentencepiece, which takes the leftmost in the text. A BPE must rank them; their
+    order here is that of the cut, and any order gave the same ids on random vocabularies over two letters.
     """
     mergeable = {token: i for i, token in enumerate(tokens) if types[i] in (_NORMAL, _USER_DEFINED)}
     ranked: list[tuple[float, int]] = []
@@ -160,14 +167,8 @@ def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: S
     merges: list[tuple[str, str]] = []
     for _, token_id in ranked:
         token = tokens[token_id]
-        splits = [
-            (token[:cut], token[cut:])
-            for cut in range(1, len(token))
-            if token[:cut] in mergeable and token[cut:] in mergeable
-        ]
-        if len(splits) > 1:
-            splits.sort(key=lambda split: (mergeable[split[0]], mergeable[split[1]]))
-        merges += splits
+        splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [split for split in splits if split[0] in mergeable and split[1] in mergeable]
     return merges
 
 

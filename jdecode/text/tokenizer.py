@@ -175,6 +175,30 @@ class Tokenizer:
         self._check_id(token_id, "token id")
         return token_id in self.special_ids
 
+    def save(self, folder: str | Path) -> None:
+        """Writes ``tokenizer.json`` and ``tokenizer_config.json``, which ``from_folder`` and Hugging Face read.
+
+        Of several end tokens the first is written; ``config.json`` can name the others.
+
+        Args:
+          folder: made when absent.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json"))
+        bos, eos = self.bos_token_id, next(iter(self.eos_token_ids), None)
+        values = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None if bos is None else self.token_string(bos),
+            "eos_token": None if eos is None else self.token_string(eos),
+            "add_bos_token": self.adds_bos,
+            "add_eos_token": eos in self.suffix_ids,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": self.chat_template,
+        }
+        text = json.dumps({name: value for name, value in values.items() if value is not None}, indent=2)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
     def _check_id(self, token_id: int, what: str) -> None:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(

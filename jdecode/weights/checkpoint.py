@@ -115,12 +115,12 @@ def _open_folder(folder: pathlib.Path) -> Checkpoint:
             [
                 *(part.get("eos_token_id") for part in texts),
                 defaults.get("eos_token_id"),
-                tokenizer.eos_token_ids if tokenizer else None,
+                tokenizer.eos_token_ids if tokenizer is not None else None,
             ],
             model,
             str(folder),
         ),
-        bos_token_id=_first(tokenizer.bos_token_id if tokenizer else None, *bos),
+        bos_token_id=_first(tokenizer.bos_token_id if tokenizer is not None else None, *bos),
         generation_defaults=defaults,
         notes=notes,
     )
@@ -143,7 +143,7 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
     has_tokenizer = "tokenizer.ggml.model" in file.fields
     tokenizer = tokenizer_lib.from_gguf_fields(_tokenizer_fields(file.fields, path)) if has_tokenizer else None
     ids = {name: file.fields.get(f"tokenizer.ggml.{name}") for name in (*_GGUF_STOP_FIELDS, "bos_token_id")}
-    stops = [*(ids[name] for name in _GGUF_STOP_FIELDS), tokenizer.eos_token_ids if tokenizer else None]
+    stops = [*(ids[name] for name in _GGUF_STOP_FIELDS), tokenizer.eos_token_ids if tokenizer is not None else None]
     bos = _ids([ids["bos_token_id"]], model, str(path))
     return Checkpoint(
         source=path,
@@ -153,7 +153,7 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
         norm_offset=family.gguf_norm_offset,
         tokenizer=tokenizer,
         eos_token_ids=_ids(stops, model, str(path)),
-        bos_token_id=_first(tokenizer.bos_token_id if tokenizer else None, *bos),
+        bos_token_id=_first(tokenizer.bos_token_id if tokenizer is not None else None, *bos),
         notes=notes,
     )
 

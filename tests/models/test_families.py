@@ -1,11 +1,9 @@
-"""Configurations of every spelling, key by key; the parameter table; the registry."""
+"""Configurations of every spelling, key by key; the registry."""
 
-import dataclasses
 import json
 import pathlib
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jdecode import config
@@ -306,73 +304,6 @@ def test_registry_finds_by_every_name():
         families.find_gguf("clip")
 
 
-# By hand from the table of parameters: V=29, D=24, F=40, N=6, K=2, H=10.
-EVERYTHING = {
-    "embedding/weight": (29, 24),
-    "layers_0/attention_norm/scale": (24,),
-    "layers_0/attention/query/weight": (6, 10, 24),
-    "layers_0/attention/query/bias": (6, 10),
-    "layers_0/attention/key/weight": (2, 10, 24),
-    "layers_0/attention/key/bias": (2, 10),
-    "layers_0/attention/value/weight": (2, 10, 24),
-    "layers_0/attention/value/bias": (2, 10),
-    "layers_0/attention/query_norm/scale": (10,),
-    "layers_0/attention/key_norm/scale": (10,),
-    "layers_0/attention/output/weight": (24, 6, 10),
-    "layers_0/attention/output/bias": (24,),
-    "layers_0/post_attention_norm/scale": (24,),
-    "layers_0/feed_forward_norm/scale": (24,),
-    "layers_0/feed_forward/gate/weight": (40, 24),
-    "layers_0/feed_forward/gate/bias": (40,),
-    "layers_0/feed_forward/up/weight": (40, 24),
-    "layers_0/feed_forward/up/bias": (40,),
-    "layers_0/feed_forward/down/weight": (24, 40),
-    "layers_0/feed_forward/down/bias": (24,),
-    "layers_0/post_feed_forward_norm/scale": (24,),
-    "final_norm/scale": (24,),
-    "head/weight": (29, 24),
-}
-FILE_SHAPES = {
-    "layers_0/attention/query/weight": (60, 24),
-    "layers_0/attention/query/bias": (60,),
-    "layers_0/attention/key/weight": (20, 24),
-    "layers_0/attention/key/bias": (20,),
-    "layers_0/attention/value/weight": (20, 24),
-    "layers_0/attention/value/bias": (20,),
-    "layers_0/attention/output/weight": (24, 60),
-}
-
-
-def test_parameter_shapes():
-    model = config.ModelConfig(
-        vocab_size=29,
-        hidden_size=24,
-        intermediate_size=40,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=10,
-        layers=(config.LayerConfig(),),
-        qkv_bias=True,
-        output_bias=True,
-        feed_forward_bias=True,
-        qk_norm=True,
-        post_norms=True,
-    )
-    shapes = parameter_shapes.parameter_shapes(model)
-    assert shapes == EVERYTHING
-    assert {
-        path: parameter_shapes.file_shape(path, shape) for path, shape in shapes.items()
-    } == EVERYTHING | FILE_SHAPES
-    plain = dataclasses.replace(
-        model, qkv_bias=False, output_bias=False, feed_forward_bias=False, qk_norm=False, post_norms=False
-    )
-    left = [
-        path for path in EVERYTHING if not any(part in path for part in ("bias", "query_norm", "key_norm", "post_"))
-    ]
-    assert list(parameter_shapes.parameter_shapes(plain)) == left
-    assert "head/weight" not in parameter_shapes.parameter_shapes(dataclasses.replace(model, tie_embeddings=True))
-
-
 def test_names_of_layers_and_norms():
     # The same word means two different norms in the two families' files.
     llama_names = families.find("llama").hugging_face_names(read(LLAMA))
@@ -381,118 +312,3 @@ def test_names_of_layers_and_norms():
     assert gemma_names["layers_6/post_attention_norm/scale"] == "model.layers.6.post_attention_layernorm.weight"
     assert gemma_names["layers_6/feed_forward_norm/scale"] == "model.layers.6.pre_feedforward_layernorm.weight"
     assert "head/weight" not in gemma_names and llama_names["head/weight"] == "lm_head.weight"
-
-
-def gguf(architecture: str, num_layers: int, **changes: Any) -> dict[str, Any]:
-    fields = {
-        "block_count": num_layers,
-        "context_length": 99,
-        "embedding_length": 24,
-        "feed_forward_length": 40,
-        "attention.head_count": 6,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": np.float32(1e-5),
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
-    own = {f"{architecture}.{name}": value for name, value in fields.items() if value is not None}
-    return {"general.architecture": architecture, "general.file_type": 1, "other.tool": "x", **own}
-
-
-def tensor_shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
-    return {"token_embd.weight": (29, 24), **{f"blk.{layer}.attn_q.weight": (24, 24) for layer in range(num_layers)}}
-
-
-def no_tensor(name: str) -> np.ndarray:
-    raise AssertionError(name)
-
-
-def read_gguf(architecture, num_layers, shapes=None, reader=no_tensor, **changes) -> config.ModelConfig:
-    family = families.find_gguf(architecture)
-    shapes = tensor_shapes(num_layers) if shapes is None else shapes
-    return family.config_from_gguf(gguf(architecture, num_layers, **changes), shapes, reader)
-
-
-def test_gguf_llama_equals_the_same_model_from_json():
-    model = read_gguf("llama", 3, rope__freq_base=np.float32(5e5))
-    # The file's float32 1e-5 means the 1e-5 of the JSON file, so both give one configuration.
-    assert model == read(LLAMA, rope_theta=5e5, tie_word_embeddings=True, max_position_embeddings=99)
-    assert not read_gguf("llama", 3, tensor_shapes(3) | {"output.weight": (29, 24)}).tie_embeddings
-    biased = read_gguf("llama", 3, tensor_shapes(3) | {"blk.0.attn_q.bias": (24,), "blk.0.ffn_gate.bias": (40,)})
-    assert (biased.qkv_bias, biased.output_bias, biased.feed_forward_bias) == (True, False, True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rope__dimension_count": 2}, r"rope\.dimension_count: expected 4"),
-        ({"attention__value_length": 5}, r"attention\.value_length: expected 4"),
-        ({"expert_count": 8}, "expert_count: expected 0"),
-        ({"block_count": 4}, "blocks 0 to 3"),
-        ({"block_count": 2}, "blocks 0 to 1"),
-        ({"block_count": 10**9}, "block_count: expected a whole number from 1 to 4096"),
-        ({"attention__head_count": None}, r"expected the key 'attention\.head_count'"),
-        ({"attention__head_count": np.arange(3)}, r"attention\.head_count: expected a whole number"),
-        ({"rope__scaling__type": "yarn"}, "expected one of none, linear, got 'yarn'"),
-        ({"rope__scaling__type": "linear"}, r"expected rope\.scaling\.factor"),
-        ({"attention__clamp_kqv": np.float32(8)}, r"got 'attention\.clamp_kqv'"),
-        ({"embedding_length": 25}, "embedding_length to be a multiple"),
-    ],
-)
-def test_bad_gguf_fields(change, message):
-    with pytest.raises(ValueError, match=message):
-        read_gguf("llama", 3, **change)
-
-
-def test_gguf_linear_scaling_in_both_spellings():
-    rope = config.RopeConfig(scaling="linear", factor=4.0)
-    assert read_gguf("llama", 3, rope__scaling__type="linear", rope__scaling__factor=4.0).layers[0].rope == rope
-    assert read_gguf("llama", 3, rope__scale_linear=4.0).layers[0].rope == rope
-    assert read_gguf("llama", 3, rope__scaling__type="none").layers[0].rope == config.RopeConfig()
-
-
-def test_gguf_llama3_scaling_is_found_from_its_divisors():
-    shapes = tensor_shapes(3) | {"rope_freqs.weight": (32,)}
-    # Head 64, base 5e5, factor 32: pairs 0 to 14 have wavelengths under 8192 / 4 = 2048 (2 pi 5e5^(14/32) = 1957) and
-    # keep theirs; pairs from 18 on are over 8192 (2 pi 5e5^(18/32) = 10095) and are divided by 32; between, blended.
-    waves = 2 * np.pi * 5e5 ** (np.arange(32) / 32)
-    blend = (8192 / waves - 1) / 3
-    divisors = np.where(waves > 8192, 32.0, np.where(waves < 2048, 1.0, 1 / ((1 - blend) / 32 + blend)))
-    assert list(divisors[[14, 18]]) == [1.0, 32.0] and 1 < divisors[16] < 32
-    changes = {"attention__key_length": 64, "rope__freq_base": np.float32(5e5)}
-    model = read_gguf("llama", 3, shapes, lambda name: divisors.astype(np.float32), **changes)
-    assert model.layers[0].rope == config.RopeConfig(theta=5e5, scaling="llama3", factor=32.0)
-    ones = read_gguf("llama", 3, shapes, lambda name: np.ones(32, np.float32), **changes)
-    assert ones.layers[0].rope == config.RopeConfig(theta=5e5)
-    for wrong in (divisors * 1.01, divisors[:-1], np.zeros(32), divisors * np.nan):
-        with pytest.raises(ValueError, match=r"rope_freqs\.weight: expected the 32 divisors"):
-            read_gguf("llama", 3, shapes, lambda name, wrong=wrong: wrong, **changes)
-
-
-def test_gguf_gemma3():
-    window = {"attention__sliding_window": 5, "attention__key_length": 8}
-    model = read_gguf("gemma3", 7, **window)
-    assert windows(model) == [5, 5, 5, 5, 5, None, 5]
-    assert [layer.rope and layer.rope.theta for layer in model.layers[4:6]] == [1e4, 1e6]
-    assert (model.query_scale, model.norm_offset, model.tie_embeddings) == (8**-0.5, 1.0, True)
-    assert windows(read_gguf("gemma3", 7, attention__sliding_window_pattern=3, **window)) == LOCAL_GLOBAL
-    flags = np.array([entry is not None for entry in LOCAL_GLOBAL])
-    assert windows(read_gguf("gemma3", 7, attention__sliding_window_pattern=flags, **window)) == LOCAL_GLOBAL
-    with pytest.raises(ValueError, match="expected 7 truth values, got 6"):
-        read_gguf("gemma3", 7, attention__sliding_window_pattern=flags[:-1], **window)
-    scaled = read_gguf("gemma3", 7, rope__scaling__type="linear", rope__scaling__factor=8.0, **window)
-    assert [layer.rope and layer.rope.factor for layer in scaled.layers[4:6]] == [1.0, 8.0]
-    with pytest.raises(ValueError, match=r"expected the key 'attention\.sliding_window'"):
-        read_gguf("gemma3", 7)
-
-
-def test_gguf_gemma3_of_62_layers_scales_queries_by_the_model_width():
-    # The 27B model: 5376 wide, 32 heads of 128, scalar 168 = 5376 / 32 instead of 128.
-    changes = {
-        "embedding_length": 5376,
-        "attention__head_count": 32,
-        "attention__head_count_kv": 16,
-        "attention__key_length": 128,
-        "attention__sliding_window": 1024,
-    }
-    assert read_gguf("gemma3", 62, **changes).query_scale == pytest.approx(168**-0.5, rel=1e-15)
-    assert read_gguf("gemma3", 48, **changes).query_scale == pytest.approx(128**-0.5, rel=1e-15)

@@ -1,11 +1,14 @@
 """Chat templates and their encoding: equal to reference renderings, one BOS, and no forged control tokens."""
 
 import collections
+import pathlib
 from typing import Any
 
 import hypothesis
 import pytest
+import tokenizers
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
@@ -98,6 +101,14 @@ def test_exactly_one_bos_whatever_the_template_writes(byte_level: tokenizer_lib.
     assert ids == chat.encode_chat(byte_level, _user("the"))
 
 
+def test_two_bos_of_a_template_become_one_where_the_tokenizer_adds_none(
+    sentencepiece_fields: dict[str, Any],
+) -> None:
+    tokenizer = tokenizer_lib.from_gguf_fields({**sentencepiece_fields, "tokenizer.ggml.add_bos_token": False})
+    ids = chat.encode_chat(tokenizer, _user("is"), template="<s>{{ bos_token }}{{ messages[0].content }}")
+    assert ids == [1, tokenizer.token_id("▁is")]
+
+
 def test_no_bos_where_neither_template_nor_tokenizer_has_one(sentencepiece_fields: dict[str, Any]) -> None:
     tokenizer = tokenizer_lib.from_gguf_fields({**sentencepiece_fields, "tokenizer.ggml.add_bos_token": False})
     assert 1 not in chat.encode_chat(tokenizer, _user("is"), template="{{ messages[0].content }}")
@@ -141,6 +152,23 @@ def test_what_the_template_joins_to_a_message_is_not_a_control_token(byte_level:
     template = "<|{{ messages[0].content }}<|stop|>"
     ids = chat.encode_chat(byte_level, _user("turn|>"), template=template)
     assert _control_counts(byte_level, ids) == {0: 1, 2: 1}
+
+    template = "{{ messages[0].content }}|stop|>{{ messages[0].role }}"
+    ids = chat.encode_chat(byte_level, _user("a<"), template=template)
+    assert _control_counts(byte_level, ids) == {0: 1}
+
+
+def test_pieces_behind_the_first_get_no_space_of_their_own(tmp_path: pathlib.Path) -> None:
+    # Metaspace with the scheme "first": only the start of the whole text gets a space.
+    vocabulary = {token: i for i, token in enumerate(["<s>", "▁", "a", "<", "s", ">", "▁a"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(["<s>"])
+    tokenizer = tokenizer_lib.from_folder(conftest.write_folder(tmp_path, backend))
+    template = "a<s>{{ messages[0].content }}"
+    assert chat.encode_chat(tokenizer, _user("a"), template=template) == [6, 0, 2]
+    assert chat.encode_chat(tokenizer, _user("a<s>"), template=template) == [6, 0, 2, 3, 4, 5]
 
 
 def test_a_role_that_a_template_builds_a_control_token_from_still_works(byte_level: tokenizer_lib.Tokenizer) -> None:
@@ -189,6 +217,14 @@ def test_overlapping_control_strings_are_all_broken() -> None:
     tokenizer = tokenizer_lib.from_gguf_fields(fields)
     ids = chat.encode_chat(tokenizer, _user("x<abc>y<ababc>bc"), template="{{ messages[0].content }}</s>")
     assert _control_counts(tokenizer, ids) == {1: 1, 2: 1}
+
+
+def test_a_control_token_of_one_character_is_refused_in_a_message(tmp_path: pathlib.Path) -> None:
+    backend = conftest.byte_level_backend()
+    backend.add_special_tokens(["§"])  # nothing can be put inside it
+    tokenizer = tokenizer_lib.from_folder(conftest.write_folder(tmp_path, backend))
+    with pytest.raises(ValueError, match="without the control character '§', got one"):
+        chat.encode_chat(tokenizer, _user("a§"), template="{{ messages[0].content }}")
 
 
 def test_a_model_without_a_template_is_refused(sentencepiece: tokenizer_lib.Tokenizer) -> None:

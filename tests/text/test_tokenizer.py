@@ -79,7 +79,7 @@ def test_a_stray_byte_spares_its_neighbours(sentencepiece: tokenizer_lib.Tokeniz
 
 
 def test_only_the_very_first_space_is_dropped(sentencepiece: tokenizer_lib.Tokenizer) -> None:
-    # 278 is "▁is"'s neighbour "▁" in this vocabulary (huggingface/tokenizers#1666: all spaces vanished).
+    # huggingface/tokenizers#1666: decoded token by token, all spaces vanished.
     space = sentencepiece.token_id("▁")
     word = sentencepiece.token_id("▁is")
     assert space is not None and word is not None
@@ -178,6 +178,29 @@ def test_the_mark_that_a_template_ends_turns_with_is_an_end_token(tmp_path: path
     backend.add_special_tokens(["<|im_end|>", "<|eot_id|>"])
     folder = conftest.write_folder(tmp_path, backend, eos_token="<|stop|>", chat_template="x<|im_end|>")
     assert tokenizer_lib.from_folder(folder).eos_token_ids == (2, 270)
+
+
+def test_an_added_token_stands_for_itself(tmp_path: pathlib.Path) -> None:
+    # "é" is the alias of the byte E9 in a byte-level vocabulary, but an added token is no alias.
+    backend = conftest.byte_level_backend()
+    backend.add_tokens([tokenizers.AddedToken("éé", normalized=False)])
+    tokenizer = tokenizer_lib.from_folder(conftest.write_folder(tmp_path, backend))
+    assert tokenizer.encode("aéé") == [ord("a") + 3, 270]
+    assert tokenizer.decode([ord("a") + 3, 270]) == "aéé"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_saved_and_read_again(name: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> None:
+    tokenizer = request.getfixturevalue(name)
+    tokenizer.save(tmp_path / "folder")
+    again = tokenizer_lib.from_folder(tmp_path / "folder")
+    for attribute in ("vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "adds_bos", "special_ids"):
+        assert getattr(again, attribute) == getattr(tokenizer, attribute), attribute
+    for text in ("", " is the é\n日", "<|stop|></s>a"):
+        ids = tokenizer.encode(text)
+        assert again.encode(text) == ids
+        assert again.encode(text, parse_special=False) == tokenizer.encode(text, parse_special=False)
+        assert again.decode(ids) == tokenizer.decode(ids)
 
 
 def test_special_tokens_map_is_read(tmp_path: pathlib.Path) -> None:
