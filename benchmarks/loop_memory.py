@@ -2,23 +2,31 @@
 
 Usage::
 
-    python benchmarks/loop_memory.py [--config smollm2_135m] [--capacity 8192] [--batches 1,4] [--tpu v5e:2x4]
+    python benchmarks/loop_memory.py [--config smollm2_135m] [--capacity 8192] [--batches 1,4]
+                                     [--tpu v5e:2x4 [--mesh data=1,model=8]]
 
 Without ``--tpu`` the loop is compiled for this machine. With it, for a TPU that need not be there: the package
-``libtpu`` compiles ahead of time for a named topology. Nothing runs.
+``libtpu`` compiles ahead of time for a named topology. Nothing runs. With ``--mesh`` the program is spread over the
+topology's devices by the same rules as a real run; bytes are then those of one device, and the collective operations
+of the whole program are counted.
 """
 
 import argparse
+import collections
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from models import abstract_model
 
-from jdecode import config, sampling
+from jdecode import command_line, config, sampling
 from jdecode.cache import allocate
 from jdecode.decode import chosen_layout, loop, state
+from jdecode.models import parameter_axes
+from jdecode.parallel import mesh as mesh_lib
+from jdecode.parallel import rules
 from jdecode.sampling import standard
 
 MEBIBYTE = 2.0**20
@@ -52,15 +60,50 @@ def abstract_state(model, batch: int, capacity: int) -> state.DecodeState:
     return jax.eval_shape(build)
 
 
-def report(name: str, batch: int, shapes: state.DecodeState, compiled: jax.stages.Compiled) -> None:
-    """Prints one line."""
-    memory = compiled.memory_analysis()
-    cache = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.cache))
+def tpu_mesh(topology_name: str, mesh_config: config.MeshConfig) -> jax.sharding.Mesh:
+    """Returns a mesh of devices that are described, not there."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices
+    grid = np.asarray(devices[: mesh_config.data * mesh_config.model]).reshape(mesh_config.data, mesh_config.model)
+    return jax.sharding.Mesh(grid, mesh_lib.AXES)
+
+
+def shardings(model, mesh: jax.sharding.Mesh, arguments):
+    """Returns how the loop's arguments (params, state, steps) are split on a mesh."""
+    params, shapes, steps = arguments
+    axes, batch = parameter_axes.parameter_axes(model.config), shapes.token_B.shape[0]
+
+    def of_parameter(path, leaf):
+        return rules.sharding(mesh, axes["/".join(entry.key for entry in path[1:])], leaf.shape)
+
+    def of_state(path, leaf):
+        if "data_BSX" in jax.tree_util.keystr(path):
+            return rules.sharding(mesh, ("batch", None, "kv_heads"), (*leaf.shape[:2], model.config.num_kv_heads))
+        names = ("batch", *[None] * leaf.ndim)[: leaf.ndim] if leaf.shape[:1] == (batch,) else (None,) * leaf.ndim
+        return rules.sharding(mesh, names, leaf.shape)
+
+    return (
+        jax.tree_util.tree_map_with_path(of_parameter, params),
+        jax.tree_util.tree_map_with_path(of_state, shapes),
+        rules.sharding(mesh, (), steps.shape),
+    )
+
+
+def report(name: str, batch: int, shapes: state.DecodeState, compiled: jax.stages.Compiled, num_devices: int) -> None:
+    """Prints one line, and one of collective operations where there are several devices."""
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and program is not None
+    cache = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.cache)) / num_devices
     print(
         f"{name}, batch {batch}: cache {cache / MEBIBYTE:.1f} MiB, temporaries "
         f"{memory.temp_size_in_bytes / MEBIBYTE:.1f} MiB, ratio {memory.temp_size_in_bytes / cache:.4f}",
         flush=True,
     )
+    if num_devices > 1:
+        found = re.findall(r" = \S+ (all-reduce|all-gather|all-to-all|collective-permute)", program)
+        print("  ", ", ".join(f"{count} {kind}" for kind, count in collections.Counter(found).items()), flush=True)
 
 
 def main() -> None:
@@ -70,6 +113,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="such as v5e:2x4")
+    parser.add_argument("--mesh", type=command_line.mesh, default=config.MeshConfig(), help="data=1,model=8")
     arguments = parser.parse_args()
     model, params = abstract_model(arguments.config, "bfloat16" if arguments.tpu else "float32")
     chain = sampling.standard_chain()
@@ -79,17 +123,15 @@ def main() -> None:
         if not arguments.tpu:
             jitted = jax.jit(loop.decode_steps, static_argnums=(0, 1), donate_argnums=3)
             compiled = jitted.lower(model, chain, params, shapes, steps).compile()
-            report(f"{arguments.config} on this machine", batch, shapes, compiled)
+            report(f"{arguments.config} on this machine", batch, shapes, compiled, 1)
             continue
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        from jax.experimental import topologies
-
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=arguments.tpu)
-        sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        mesh = tpu_mesh(arguments.tpu, arguments.mesh)
         flat, structure = jax.tree.flatten((params, shapes, steps))
-        leaves = tuple((jax.core.ShapedArray(leaf.shape, leaf.dtype), sharding) for leaf in flat)
+        split = jax.tree.leaves(shardings(model, mesh, (params, shapes, steps)))
+        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat]
+        leaves = tuple(zip(avals, split, strict=True))
         compiled = chosen_layout.compile_loop(loop.decode_steps, model, chain, structure, leaves)
-        report(f"{arguments.config} on {arguments.tpu}", batch, shapes, compiled)
+        report(f"{arguments.config} on {arguments.tpu}", batch, shapes, compiled, mesh.size)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from jdecode import sampling as sampling_lib
 from jdecode.cache import allocate, kv_cache
 from jdecode.decode import loop, prefill, stopping
 from jdecode.models import parameter_axes, transformer
+from jdecode.parallel import device_memory
 from jdecode.parallel import mesh as mesh_lib
 from jdecode.parallel import rules
 from jdecode.text import chat
@@ -29,6 +30,9 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | np.nda
 
 LEAST_CAPACITY = 256
 """Slots a row in the smallest cache that is allocated unasked."""
+
+MOST_NEW_TOKENS = 2**24
+"""The longest output of one request: its buffer is allocated before the first token."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -69,16 +73,18 @@ class LanguageModel:
           cache: layout and dtype.
 
         Raises:
-          ValueError: a size is under 1.
+          ValueError: a size is under 1, or the cache is larger than the memory of the devices.
         """
-        return allocate.init_cache(
+        init = functools.partial(
+            allocate.init_cache,
             self.config,
             cache,
             batch_size=batch_size,
             capacity=capacity,
             compute_dtype=self.model.dtype,
-            mesh=self.mesh,
         )
+        device_memory.check(jax.eval_shape(init), self.mesh, f"a cache of {batch_size} rows x {capacity} slots")
+        return init(mesh=self.mesh)
 
     def encode(self, prompt: str) -> list[int]:
         """Turns a raw prompt into token ids, with the start token if the tokenizer adds one.
@@ -130,7 +136,7 @@ class LanguageModel:
 
         Args:
           prompts: a string, a list of token ids, a list of either, or a padded int array with ``lengths``.
-          max_new_tokens: of every row, at least 1.
+          max_new_tokens: of every row, 1 to ``MOST_NEW_TOKENS``.
           sampling: how tokens are chosen: one config, or one for each prompt.
           num_samples: rows a prompt, which share its prefill; rows stand prompt by prompt.
           stop: strings that end a text and do not appear in it.
@@ -219,8 +225,8 @@ class LanguageModel:
         **fields: Any,
     ) -> generation.Request:
         """Resolves the options of ``stream`` to one entry a row, and checks them."""
-        for name, value in (("max_new_tokens", fields["max_new_tokens"]), ("num_samples", num_samples)):
-            _check_count(name, value, least=1)
+        _check_count("max_new_tokens", fields["max_new_tokens"], least=1, most=MOST_NEW_TOKENS)
+        _check_count("num_samples", num_samples, least=1)
         if fields["num_top_logprobs"] is not None:
             _check_count("logprobs", fields["num_top_logprobs"], least=0, most=self.config.vocab_size)
         if isinstance(configs, config_lib.SamplingConfig):
@@ -230,6 +236,7 @@ class LanguageModel:
                 f"sampling: expected one config, or one for each of {len(ids)} prompts, got {len(configs)}"
             )
         seeds = [secrets.randbits(63) if config.seed is None else config.seed for config in configs]
+        configs = [self._without_nameless_tokens(config) for config in configs]
         return generation.Request(
             prompts=ids,
             num_samples=num_samples,
@@ -239,9 +246,18 @@ class LanguageModel:
             **fields,
         )
 
+    def _without_nameless_tokens(self, config: config_lib.SamplingConfig) -> config_lib.SamplingConfig:
+        """Bans the ids past the tokenizer's last, which stand for nothing: embeddings are often padded."""
+        if self.tokenizer is None or self.tokenizer.vocab_size >= self.config.vocab_size:
+            return config
+        nameless = range(self.tokenizer.vocab_size, self.config.vocab_size)
+        return dataclasses.replace(config, banned_token_ids=(*config.banned_token_ids, *nameless))
+
     def _has_text(self, ids: Sequence[int]) -> bool:
         tokenizer = self.tokenizer
-        return tokenizer is not None and any(not tokenizer.is_special(token_id) for token_id in ids)
+        return tokenizer is not None and any(
+            token_id < tokenizer.vocab_size and not tokenizer.is_special(token_id) for token_id in ids
+        )
 
     def _prompt_ids(self, prompts: Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
         """Turns what callers may pass into lists of ids, one a row."""

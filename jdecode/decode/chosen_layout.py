@@ -8,27 +8,34 @@ order once, before the first run; the loop gives it back in the same order, so l
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental.layout import Format, Layout
 
+from jdecode import sampling
 from jdecode.decode import state as state_lib
+from jdecode.models import transformer
 
 
 @functools.lru_cache(maxsize=128)
 def compile_loop(
-    loop, model, chain, structure: jax.tree_util.PyTreeDef, leaves: tuple[tuple[jax.core.ShapedArray, Any], ...]
+    loop: Callable[..., state_lib.DecodeState],
+    model: transformer.Transformer,
+    chain: sampling.Transform,
+    structure: Any,
+    leaves: tuple[tuple[jax.ShapeDtypeStruct, jax.sharding.Sharding], ...],
 ) -> jax.stages.Compiled:
     """Compiles ``loop(model, chain, params, state, max_steps)`` with the layout of the cache's rows left open.
 
     Args:
       loop: ``loop.decode_steps``.
       model, chain: static.
-      structure: of the arguments (params, state, max_steps).
+      structure: the pytree structure of (params, state, max_steps).
       leaves: for each of their leaves its shape and dtype, and its sharding.
     """
-    shapes = structure.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval, _ in leaves])
+    shapes = structure.unflatten([shape for shape, _ in leaves])
     shardings = structure.unflatten([sharding for _, sharding in leaves])
     state_formats = _with_open_rows(shardings[1])
     jitted = jax.jit(
@@ -49,10 +56,17 @@ def _with_stores(state: state_lib.DecodeState, stores: Any) -> state_lib.DecodeS
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, stores=stores))
 
 
-def run(loop, model, chain, params: Any, state: state_lib.DecodeState, max_steps: jax.Array) -> state_lib.DecodeState:
+def run(
+    loop: Callable[..., state_lib.DecodeState],
+    model: transformer.Transformer,
+    chain: sampling.Transform,
+    params: Any,
+    state: state_lib.DecodeState,
+    max_steps: jax.Array,
+) -> state_lib.DecodeState:
     """Runs the loop, compiling it where needed. See ``loop.run`` for arguments; ``state`` is donated."""
     flat, structure = jax.tree.flatten((params, state, max_steps))
-    leaves = tuple((jax.typeof(leaf), leaf.sharding) for leaf in flat)
+    leaves = tuple((jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf.sharding) for leaf in flat)
     compiled = compile_loop(loop, model, chain, structure, leaves)
     stores = jax.device_put(state.cache.stores, compiled.input_formats[0][1].cache.stores, donate=True)
     return compiled(params, _with_stores(state, stores), max_steps)
