@@ -15,6 +15,7 @@ import argparse
 import collections
 import os
 import re
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ def main() -> None:
         split = jax.tree.leaves(shardings(model, mesh, (params, shapes, steps)))
         avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat]
         leaves = tuple(zip(avals, split, strict=True))
-        compiled = chosen_layout.compile_loop(loop.decode_steps, model, chain, structure, leaves)
+        compiled = chosen_layout.compile_loop(loop.decode_steps, cast(Any, model), chain, structure, leaves)
         report(f"{arguments.config} on {arguments.tpu}", batch, shapes, compiled, mesh.size)
 
 

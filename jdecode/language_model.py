@@ -19,9 +19,8 @@ from jdecode import sampling as sampling_lib
 from jdecode.cache import allocate, kv_cache
 from jdecode.decode import loop, prefill, stopping
 from jdecode.models import parameter_axes, transformer
-from jdecode.parallel import device_memory
+from jdecode.parallel import device_memory, rules
 from jdecode.parallel import mesh as mesh_lib
-from jdecode.parallel import rules
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.weights import load as load_lib

@@ -9,7 +9,7 @@ order once, before the first run; the loop gives it back in the same order, so l
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.experimental.layout import Format, Layout
@@ -67,6 +67,6 @@ def run(
     """Runs the loop, compiling it where needed. See ``loop.run`` for arguments; ``state`` is donated."""
     flat, structure = jax.tree.flatten((params, state, max_steps))
     leaves = tuple((jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf.sharding) for leaf in flat)
-    compiled = compile_loop(loop, model, chain, structure, leaves)
+    compiled = compile_loop(loop, cast(Any, model), chain, structure, leaves)
     stores = jax.device_put(state.cache.stores, compiled.input_formats[0][1].cache.stores, donate=True)
     return compiled(params, _with_stores(state, stores), max_steps)
