@@ -66,7 +66,7 @@ def _attention(normed, params, config: config_lib.ModelConfig, layer: config_lib
 
 
 def _rotate(heads: np.ndarray, position: int, rope: config_lib.RopeConfig | None) -> np.ndarray:
-    """Turns by ``theta`` alone, or with every frequency divided by ``factor``; ``test_rotary`` has the other scaling."""
+    """Turns by plain or linearly scaled frequencies; ``test_rotary`` has the other scaling."""
     if rope is None:
         return heads
     assert rope.scaling in ("none", "linear")

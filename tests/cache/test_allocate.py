@@ -1,6 +1,7 @@
 """Which layout a layer gets, and how many bytes a cache takes."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,6 @@ def test_no_two_leaves_alias():
 
 @pytest.mark.parametrize("name", ["batch_size", "capacity"])
 def test_counts_under_one_are_refused(name):
-    sizes = {"batch_size": 2, "capacity": 9} | {name: 0}
+    sizes: dict[str, Any] = {"batch_size": 2, "capacity": 9} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}: expected a count of at least 1, got 0"):
         allocate.init_cache(MIXED, config_lib.CacheConfig(), compute_dtype="float32", **sizes)

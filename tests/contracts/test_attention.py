@@ -227,8 +227,8 @@ def test_half_precision(attend, dtype):
     q, k, v = (jnp.asarray(x, dtype) for x in _inputs(4, 2))
     options = {"scale": 0.4, "window": 4, "num_sinks": 2, "soft_cap": 5.0}
     got = attend(q, jnp.asarray(QUERY_POSITIONS), _segments(k, v), **options)
-    exact = (np.asarray(x, np.float32) for x in (q, k, v))
-    expected = plain_attention(*exact, QUERY_POSITIONS, POSITIONS, **options)
+    exact_q, exact_k, exact_v = (np.asarray(x, np.float32) for x in (q, k, v))
+    expected = plain_attention(exact_q, exact_k, exact_v, QUERY_POSITIONS, POSITIONS, **options)
     assert got.dtype == dtype
     # Three roundings of half a unit in the last place each: of the scaled query (scores under 5 in size, so the weights
     # move by up to 5 units), of the weights, of the result; values are under 3.

@@ -1,5 +1,7 @@
 """Linear maps between axes."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +14,7 @@ def _random(*shape: int) -> np.ndarray:
 
 def test_to_heads_and_back():
     x, weight, bias = _random(2, 3, 5), _random(4, 6, 5), _random(4, 6)
-    module = linear.Linear((4, 6), (5,), ("heads", "head_dim", "embed"), has_bias=True)
+    module: Any = linear.Linear((4, 6), (5,), ("heads", "head_dim", "embed"), has_bias=True)
     got = module.apply({"params": {"weight": jnp.asarray(weight), "bias": jnp.asarray(bias)}}, jnp.asarray(x))
     expected = np.zeros((2, 3, 4, 6))
     for b, t, n, h in np.ndindex(expected.shape):

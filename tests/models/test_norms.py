@@ -1,5 +1,7 @@
 """RMSNorm in both forms, by hand."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,8 @@ X = np.asarray([[3.0, 4.0, 0.0, -5.0]], np.float32)
 ROOT = (50 / 4) ** 0.5
 
 
-def _norm(scale, *, offset: float, epsilon: float = 0.0, x=X):
-    module = norms.RMSNorm(epsilon, offset)
+def _norm(scale, *, offset: float, epsilon: float = 0.0, x: Any = X):
+    module: Any = norms.RMSNorm(epsilon, offset)
     return module.apply({"params": {"scale": jnp.asarray(scale, jnp.float32)}}, jnp.asarray(x))
 
 
@@ -36,14 +38,14 @@ def test_epsilon_is_under_the_root():
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_fresh_scale_is_one(offset):
     x = jnp.asarray(X)
-    params = norms.RMSNorm(0.0, offset).init(jax.random.key(0), x)
-    got = norms.RMSNorm(0.0, offset).apply(params, x)
+    module: Any = norms.RMSNorm(0.0, offset)
+    got = module.apply(module.init(jax.random.key(0), x), x)
     np.testing.assert_allclose(got, X / ROOT, rtol=1e-6)
 
 
 def test_half_precision_is_rounded_once():
     # In bfloat16 a sum of squares of 4,000 ones would end at 256.
     x = jnp.full((1, 4000), 3.0, jnp.bfloat16)
-    got = norms.RMSNorm(0.0).apply({"params": {"scale": jnp.full(4000, 0.75)}}, x)
+    got = _norm(jnp.full(4000, 0.75), offset=0.0, x=x)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.full((1, 4000), 0.75, np.float32))
