@@ -37,7 +37,9 @@ class ChatSession:
         capacity: int | None,
     ) -> None:
         self._lm, self._system, self._sampling, self._cache_config = lm, system, sampling, cache
-        self._capacity = capacity or min(lm.config.max_positions, DEFAULT_CAPACITY)
+        self._capacity = min(lm.config.max_positions, DEFAULT_CAPACITY) if capacity is None else capacity
+        if self._capacity < 1:
+            raise ValueError(f"capacity: expected a count of at least 1, got {capacity}")
         self.messages: list[dict[str, Any]] = []
         self._cache: kv_cache.KVCache | None = None
         self._held: list[int] = []

@@ -16,6 +16,7 @@ import numpy as np
 from jdecode import chat_session, generation
 from jdecode import config as config_lib
 from jdecode import sampling as sampling_lib
+from jdecode.attention import select
 from jdecode.cache import allocate, kv_cache
 from jdecode.decode import loop, prefill, stopping
 from jdecode.models import parameter_axes, transformer
@@ -174,6 +175,8 @@ class LanguageModel:
             steps_per_look=steps_per_look,
         )
         needed = max(len(prompt) for prompt in ids) + max_new_tokens
+        if capacity is not None:
+            _check_count("capacity", capacity, least=1)
         if capacity is not None and needed > capacity:
             raise ValueError(
                 f"capacity: expected at least {needed} slots (prompt and {max_new_tokens} new tokens), got {capacity}; "
@@ -226,6 +229,7 @@ class LanguageModel:
         """Resolves the options of ``stream`` to one entry a row, and checks them."""
         _check_count("max_new_tokens", fields["max_new_tokens"], least=1, most=MOST_NEW_TOKENS)
         _check_count("num_samples", num_samples, least=1)
+        _check_count("steps_per_look", fields["steps_per_look"], least=1)
         if fields["num_top_logprobs"] is not None:
             _check_count("logprobs", fields["num_top_logprobs"], least=0, most=self.config.vocab_size)
         if isinstance(configs, config_lib.SamplingConfig):
@@ -266,19 +270,30 @@ class LanguageModel:
             raise ValueError("lengths: expected only beside an array of prompts; lists are ragged as they are")
         elif isinstance(prompts, str):
             rows = [self.encode(prompts)]
-        elif len(prompts) and all(isinstance(prompt, int | np.integer) for prompt in prompts):
+        elif not _is_list(prompts):
+            raise ValueError(f"prompts: expected text, token ids or a list of either, got {type(prompts).__name__}")
+        elif len(prompts) and all(_is_integer(prompt) for prompt in prompts):
             rows = [list(prompts)]
         else:
-            rows = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            rows = [self._row_ids(row, prompt) for row, prompt in enumerate(prompts)]
         if not rows:
             raise ValueError("prompts: expected at least one, got none")
         return [self._checked_ids(row, ids) for row, ids in enumerate(rows)]
+
+    def _row_ids(self, row: int, prompt: Any) -> list[Any]:
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if isinstance(prompt, np.ndarray | jax.Array) and prompt.ndim == 1:
+            return np.asarray(prompt).tolist()
+        if not _is_list(prompt):
+            raise ValueError(f"prompt of row {row}: expected text or a list of token ids, got {prompt!r}")
+        return list(prompt)
 
     def _checked_ids(self, row: int, ids: Sequence[Any]) -> list[int]:
         if not ids:
             raise ValueError(f"prompt of row {row}: expected at least one token, got none; give it a start token")
         for token_id in ids:
-            if not isinstance(token_id, int | np.integer) or not 0 <= token_id < self.config.vocab_size:
+            if not _is_integer(token_id) or not 0 <= token_id < self.config.vocab_size:
                 raise ValueError(
                     f"prompt of row {row}: expected token ids from 0 to {self.config.vocab_size - 1}, got {token_id!r}"
                 )
@@ -318,6 +333,7 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    select.backend(backend)  # a name that is not known is refused before gigabytes are read
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
@@ -343,8 +359,16 @@ def _mesh_placement(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> 
 
 
 def _check_count(name: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:
-    if not isinstance(value, int | np.integer) or not least <= value <= most:
+    if not _is_integer(value) or not least <= value <= most:
         raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _array_rows(array: np.ndarray, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
@@ -353,8 +377,8 @@ def _array_rows(array: np.ndarray, lengths: Sequence[int] | np.ndarray | None) -
         raise ValueError(f"prompts: expected an int array (rows, tokens), got {array.dtype} of shape {array.shape}")
     if lengths is None:
         raise ValueError("lengths: expected the number of real ids of each row beside an array of prompts, got none")
-    if len(lengths) != len(array) or any(not 1 <= length <= array.shape[1] for length in lengths):
-        raise ValueError(
-            f"lengths: expected {len(array)} counts from 1 to {array.shape[1]}, got {[int(n) for n in lengths]}"
-        )
+    lengths = np.asarray(lengths)
+    is_count = lengths.shape == (len(array),) and np.issubdtype(lengths.dtype, np.integer)
+    if not is_count or not ((lengths >= 1) & (lengths <= array.shape[1])).all():
+        raise ValueError(f"lengths: expected {len(array)} counts from 1 to {array.shape[1]}, got {lengths.tolist()}")
     return [row[: int(length)].tolist() for row, length in zip(array, lengths, strict=True)]

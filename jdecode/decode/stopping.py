@@ -28,8 +28,8 @@ def stop_ids(
     """
     own = set(stop_token_ids)
     for token_id in sorted(own):
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"stop_token_ids: expected ids from 0 to {vocab_size - 1}, got {token_id}")
+        if not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
+            raise ValueError(f"stop_token_ids: expected ids from 0 to {vocab_size - 1}, got {token_id!r}")
     return tuple(sorted(own if ignore_eos else own | set(end_token_ids)))
 
 

@@ -155,19 +155,23 @@ def _padded(rows: Sequence[Sequence[float]], filler: float, dtype: type) -> np.n
     return array
 
 
-def _floats(name: str, values: Sequence[float], least: float = -np.inf):
-    """Returns float32 [B], once every value is known to be finite there and not under ``least``."""
+def _check_floats(name: str, values: Iterable[float], least: float = -np.inf) -> None:
     greatest = float(np.finfo(np.float32).max)
     for value in values:
         if not max(least, -greatest) <= value <= greatest:
             raise ValueError(f"{name}: expected a number that float32 can hold, got {value}")
+
+
+def _floats(name: str, values: Sequence[float], least: float = -np.inf):
+    """Returns float32 [B], once every value is known to be finite there and not under ``least``."""
+    _check_floats(name, values, least)
     return jnp.asarray(np.asarray(values, np.float32))
 
 
 def _bias_values(biases: Sequence[Sequence[tuple[int, float]]]):
     """Returns float32 [B, X]: the numbers of the (id, number) pairs, padded with 0."""
     for bias in biases:
-        _floats("logit_bias", [value for _, value in bias])
+        _check_floats("logit_bias", [value for _, value in bias])
     return jnp.asarray(_padded([[value for _, value in bias] for bias in biases], 0, np.float32))
 
 
