@@ -1,13 +1,14 @@
 """A conversation that keeps its cache between turns: each turn reads only what is new."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
 from jdecode import generation
+from jdecode import request as request_lib
 from jdecode.cache import kv_cache
 
 if TYPE_CHECKING:
@@ -15,6 +16,22 @@ if TYPE_CHECKING:
 
 DEFAULT_CAPACITY = 4096
 """Tokens that a conversation may hold unless said otherwise, or the model's trained length if that is less."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A cache between turns.
+
+    Attributes:
+      cache: one row.
+      ids: the tokens that it holds.
+      longest: the most tokens that it has ever held. What a ring has lost it lost then, however often it was cut back
+        since, so this is what bounds the next cut.
+    """
+
+    cache: kv_cache.KVCache
+    ids: list[int]
+    longest: int
 
 
 class ChatSession:
@@ -37,18 +54,19 @@ class ChatSession:
         capacity: int | None,
     ) -> None:
         self._lm, self._system, self._sampling, self._cache_config = lm, system, sampling, cache
-        self._capacity = min(lm.config.max_positions, DEFAULT_CAPACITY) if capacity is None else capacity
-        if self._capacity < 1:
-            raise ValueError(f"capacity: expected a count of at least 1, got {capacity}")
+        self._capacity = min(lm.config.max_positions, DEFAULT_CAPACITY)
+        if capacity is not None:
+            self._capacity = request_lib.count("capacity", capacity, least=1)
         self.messages: list[dict[str, Any]] = []
-        self._cache: kv_cache.KVCache | None = None
-        self._held: list[int] = []
+        self._turn = 0  # goes up with every send and reset: a reply of an earlier turn counts no more
+        self._kept: _Kept | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forgets every turn."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        self._cache, self._held = None, []
+        self._turn += 1
+        self._kept = None
 
     def send(self, text: str, *, max_new_tokens: int = 256, steps_per_look: int = generation.STREAM_STEPS) -> "Reply":
         """Adds a turn of the user, and returns the reply as a stream.
@@ -57,7 +75,8 @@ class ChatSession:
           max_new_tokens: of the reply; what the capacity leaves is less near its end.
 
         Returns:
-          An iterable of ``Chunk`` with ``result`` after its end. The turn counts once it has been read to its end.
+          An iterable of ``Chunk`` with ``result`` after its end. The turn counts once it has been read to its end;
+          a reply that is left unread counts no more when the next turn is sent.
 
         Raises:
           ValueError: the conversation does not fit, or the template refuses it.
@@ -70,61 +89,78 @@ class ChatSession:
                 f"capacity: expected room for more than the {len(ids)} tokens of the conversation, got "
                 f"{self._capacity}; raise the capacity or reset the conversation"
             )
-        cache, num_held = self._cut_back(ids)
-        request = self._lm._request(
-            [ids[num_held:]],
-            self._sampling,
-            num_samples=1,
-            max_new_tokens=min(max_new_tokens, room),
-            stop_ids=self._lm.end_token_ids,
-            stop=(),
-            transforms=(),
-            num_top_logprobs=None,
+        kept = self._cut_back(ids)
+        request = request_lib.resolve(
+            [ids[len(kept.ids) :]],
+            vocab_size=self._lm.config.vocab_size,
+            tokenizer=self._lm.tokenizer,
+            end_token_ids=self._lm.end_token_ids,
+            max_new_tokens=min(request_lib.count("max_new_tokens", max_new_tokens, least=1), room),
+            sampling=self._sampling,
             steps_per_look=steps_per_look,
+            continues_text=False,
         )
-        request = dataclasses.replace(request, continues_text=[False])
-        self._cache, self._held = None, []  # the cache is donated; it comes back with the end of the reply
         stream = generation.TextStream(
             self._lm.model,
             self._lm.params,
             self._lm.tokenizer,
             request,
-            cache,
-            history=[ids[:num_held]],
+            kept.cache,
+            history=[kept.ids],
             weight_bytes=self._lm.weight_bytes,
         )
-        return Reply(self, stream, messages, ids)
+        self._turn += 1
+        self._kept = None  # the cache is donated to the stream, and comes back with the end of the reply
 
-    def _cut_back(self, ids: list[int]) -> tuple[kv_cache.KVCache, int]:
-        """Returns a cache that holds a prefix of ``ids``, short of its last token, and how long that prefix is."""
-        common = 0
-        for ours, theirs in zip(self._held, ids[:-1], strict=False):
+        def end_turn(result: generation.GenerateResult) -> None:
+            new = [int(token) for token in result.tokens[0, : result.lengths[0]]]
+            held = [*ids, *new[:-1]]  # the latest token is not fed yet
+            self._kept = _Kept(cache=stream.cache, ids=held, longest=max(kept.longest, len(held)))
+            self.messages = [*messages, {"role": "assistant", "content": result.texts[0]}]
+
+        return Reply(stream, end_turn, lambda turn=self._turn: turn == self._turn)
+
+    def _cut_back(self, ids: list[int]) -> _Kept:
+        """Returns a cache that holds a prefix of ``ids``, short of its last token."""
+        kept, common = self._kept, 0
+        for ours, theirs in zip(kept.ids if kept else [], ids[:-1], strict=False):
             if ours != theirs:
                 break
             common += 1
-        cache = self._cache
-        if cache is not None and common and len(self._held) - common <= cache.max_rollback:
-            return kv_cache.truncate(cache, jnp.full(1, common, jnp.int32)), common
-        return self._lm.init_cache(batch_size=1, capacity=self._capacity, cache=self._cache_config), 0
-
-    def _end_turn(self, stream: generation.TextStream, messages: list[dict[str, Any]], ids: list[int]) -> None:
-        assert stream.result is not None
-        result = stream.result
-        new = [int(token) for token in result.tokens[0, : result.lengths[0]]]
-        self._cache, self._held = stream.cache, [*ids, *new[:-1]]
-        self.messages = [*messages, {"role": "assistant", "content": result.texts[0]}]
+        if kept is not None and common and kept.longest - common <= kept.cache.max_rollback:
+            cache = kv_cache.truncate(kept.cache, jnp.full(1, common, jnp.int32))
+            return _Kept(cache=cache, ids=ids[:common], longest=kept.longest)
+        empty = self._lm.init_cache(batch_size=1, capacity=self._capacity, cache=self._cache_config)
+        return _Kept(cache=empty, ids=[], longest=0)
 
 
 class Reply:
-    """The stream of one reply; see ``ChatSession.send``."""
+    """The stream of one reply; see ``ChatSession.send``.
+
+    Args:
+      stream: of the reply.
+      end_turn: is called with the result when the reply has been read to its end.
+      is_current: says whether no other turn has begun since.
+    """
 
     def __init__(
-        self, session: ChatSession, stream: generation.TextStream, messages: list[dict[str, Any]], ids: list[int]
+        self,
+        stream: generation.TextStream,
+        end_turn: Callable[[generation.GenerateResult], None],
+        is_current: Callable[[], bool],
     ) -> None:
-        self._session, self._stream, self._messages, self._ids = session, stream, messages, ids
+        self._stream, self._end_turn, self._is_current = stream, end_turn, is_current
         self.result: generation.GenerateResult | None = None
 
     def __iter__(self) -> Iterator[generation.Chunk]:
-        yield from self._stream
+        self._check_current()
+        for chunk in self._stream:
+            yield chunk
+            self._check_current()
+        assert self._stream.result is not None
+        self._end_turn(self._stream.result)
         self.result = self._stream.result
-        self._session._end_turn(self._stream, self._messages, self._ids)
+
+    def _check_current(self) -> None:
+        if not self._is_current():
+            raise ValueError("reply: expected to be read before the next turn or reset, got an earlier turn's reply")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import numbers
+from typing import Any
 
 MASK_FREE = None  # a layer without a window sees every earlier position
 
@@ -9,6 +11,18 @@ MASK_FREE = None  # a layer without a window sees every earlier position
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _check_count(name: str, value: Any, least: int, alternative: str = "") -> None:
+    is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    _check(is_count, f"{name}: expected a count of at least {least}{alternative}, got {value!r}")
+
+
+def _check_number(name: str, value: Any, low: float, high: float, says: str, *, exclusive: bool = False) -> None:
+    """Refuses what is no finite number from ``low`` to ``high`` (``exclusive``: over ``low``); ``says`` is in words."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    inside = is_number and low <= value <= high and not (exclusive and value == low)
+    _check(bool(inside), f"{name}: expected {says}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +127,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-            _check(getattr(self, name) >= 1, f"{name}: expected a count of at least 1, got {getattr(self, name)}")
+            _check_count(name, getattr(self, name), 1)
         _check(len(self.layers) >= 1, "layers: expected at least one layer, got none")
         _check(
             self.num_heads % self.num_kv_heads == 0,
@@ -160,7 +174,7 @@ class CacheConfig:
         _check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
         dtypes = ("auto", "float32", "bfloat16", "float16")
         _check(self.dtype in dtypes, f"cache dtype: expected one of {', '.join(dtypes)}, got {self.dtype!r}")
-        _check(self.slack >= 0, f"cache slack: expected a count of at least 0, got {self.slack}")
+        _check_count("cache slack", self.slack, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,26 +219,28 @@ class SamplingConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        def finite(name: str, low: float, high: float, says: str, exclusive: bool = False) -> None:
-            value = getattr(self, name)
-            inside = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
-            _check(inside and not (exclusive and value == low), f"{name}: expected {says}, got {value}")
-
-        finite("temperature", 0, math.inf, "a finite number of at least 0")
-        finite("top_p", 0, 1, "a number from 0 to 1")
-        finite("min_p", 0, 1, "a number from 0 to 1")
-        finite("typical_p", 0, 1, "a number from 0 to 1")
-        finite("repetition_penalty", 0, math.inf, "a finite number over 0", exclusive=True)
-        finite("presence_penalty", -math.inf, math.inf, "a finite number")
-        finite("frequency_penalty", -math.inf, math.inf, "a finite number")
+        at_least_0, share = "a finite number of at least 0", "a number from 0 to 1"
+        _check_number("temperature", self.temperature, 0, math.inf, at_least_0)
+        for name in ("top_p", "min_p", "typical_p"):
+            _check_number(name, getattr(self, name), 0, 1, share)
+        over_0 = "a finite number over 0"
+        _check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, over_0, exclusive=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -math.inf, math.inf, "a finite number")
+        is_whole = isinstance(self.top_k, numbers.Integral) and not isinstance(self.top_k, bool)
+        _check(is_whole, f"top_k: expected a whole number (0 keeps all), got {self.top_k!r}")
         for name in ("no_repeat_ngram_size", "min_new_tokens"):
-            _check(getattr(self, name) >= 0, f"{name}: expected a count of at least 0, got {getattr(self, name)}")
-        _check(
-            self.seed is None or 0 <= self.seed < 2**63,
-            f"seed: expected a whole number from 0 to 2**63 - 1 or none, got {self.seed}",
-        )
-        for token_id, bias in self.logit_bias:
-            _check(math.isfinite(bias), f"logit_bias of token {token_id}: expected a finite number, got {bias}")
+            _check_count(name, getattr(self, name), 0)
+        if self.seed is not None:
+            _check_count("seed", self.seed, 0, " and under 2**63, or none")
+            _check(self.seed < 2**63, f"seed: expected a whole number from 0 to 2**63 - 1 or none, got {self.seed}")
+        for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
+            value = getattr(self, name)
+            _check(isinstance(value, (tuple, list)), f"{name}: expected a tuple, got {value!r}")
+        for pair in self.logit_bias:
+            is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+            _check(is_pair, f"logit_bias: expected pairs (token id, number), got {pair!r}")
+            _check_number(f"logit_bias of token {pair[0]}", pair[1], -math.inf, math.inf, "a finite number")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +252,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         for name in ("data", "model"):
-            _check(getattr(self, name) >= 1, f"mesh {name}: expected a count of at least 1, got {getattr(self, name)}")
+            _check_count(f"mesh {name}", getattr(self, name), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +282,7 @@ class RunConfig:
     prompt: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self.max_new_tokens >= 1, f"max_new_tokens: expected a count of at least 1, got {self.max_new_tokens}")
+        _check_count("max_new_tokens", self.max_new_tokens, 1)
         _check(self.weights != "", "weights: expected a hub id, a path or null, got an empty text")
         _check(self.prompt != "", "prompt: expected some text or null, got an empty text")
         _check(

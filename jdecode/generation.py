@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdecode import compile_clock, sampling, shapes
+from jdecode import request as request_lib
 from jdecode.cache import kv_cache
 from jdecode.decode import loop, prefill, state, stopping
 from jdecode.models import transformer
@@ -23,6 +24,9 @@ from jdecode.text import tokenizer as tokenizer_lib
 LEAST_OUTPUT_LEN = 64
 """The shortest output buffer; longer ones are powers of two, so that few programs serve every length."""
 
+LEAST_HISTORY_LEN = 256
+"""The shortest history that penalties keep, in tokens."""
+
 STREAM_STEPS = 8
 """Tokens a row between two looks of a reader."""
 
@@ -31,6 +35,11 @@ STOP_STRING_STEPS = 32
 
 
 _SECONDS = ("first_token_seconds", "prefill_seconds", "decode_seconds", "compile_seconds")
+
+
+def output_len_for(max_new_tokens: int) -> int:
+    """Returns how many tokens the output buffer of a row holds."""
+    return max(LEAST_OUTPUT_LEN, shapes.power_of_two_at_least(max_new_tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,47 +87,6 @@ class GenerateResult:
     stats: Mapping[str, float | int]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """One generation, resolved to numbers. Rows are samples of prompts, prompt by prompt.
-
-    Attributes:
-      prompts: ids, one list a prompt.
-      num_samples: rows a prompt; they share its prefill.
-      sampling_configs: one a row.
-      seeds: one a row; samples of one prompt share theirs and are told apart by their number.
-      max_new_tokens: of every row.
-      stop_ids: tokens that end a row.
-      stop: strings that end a row.
-      transforms: the caller's own.
-      num_top_logprobs: ``None`` for no log-probabilities.
-      steps_per_look: tokens a row between two looks of the host.
-      continues_text: one a prompt: whether the new text follows text, and so keeps a first space.
-    """
-
-    prompts: list[list[int]]
-    num_samples: int
-    sampling_configs: list[Any]
-    seeds: list[int]
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    stop: tuple[str, ...]
-    transforms: tuple[sampling.Transform, ...]
-    num_top_logprobs: int | None
-    steps_per_look: int
-    continues_text: list[bool]
-
-    @property
-    def num_rows(self) -> int:
-        """B."""
-        return len(self.prompts) * self.num_samples
-
-    @property
-    def row_prompts(self) -> list[list[int]]:
-        """The prompt of each row."""
-        return [prompt for prompt in self.prompts for _ in range(self.num_samples)]
-
-
 class TextStream:
     """Runs one request, and yields chunks of text as they come. Iterate it once; then ``result`` is there.
 
@@ -145,7 +113,7 @@ class TextStream:
         model: transformer.Transformer,
         params: Any,
         tokenizer: tokenizer_lib.Tokenizer | None,
-        request: Request,
+        request: request_lib.Request,
         cache: kv_cache.KVCache,
         *,
         history: Sequence[Sequence[int]] | None = None,
@@ -154,7 +122,6 @@ class TextStream:
         self._model, self._params, self._tokenizer = model, params, tokenizer
         self._request = request
         self._chain = sampling.standard_chain(request.transforms)
-        self._history = [list(held) for held in history or [()] * len(request.prompts)]
         self._weight_bytes = weight_bytes
         self._prompt_cache: kv_cache.KVCache | None = cache
         self._readers = [self._reader(request.continues_text[row // request.num_samples]) for row in range(self._rows)]
@@ -162,7 +129,9 @@ class TextStream:
         self._finish_reasons: list[str | None] = [None] * self._rows
         self._state: state.DecodeState | None = None
         self.result: GenerateResult | None = None
+        # All that can be refused is refused here, before anything is computed.
         prefill.check_room(cache, [len(prompt) + request.max_new_tokens for prompt in request.prompts])
+        self._sampling_params = self._make_sampling_params(history or [()] * len(request.prompts), cache.max_len)
 
     @property
     def _rows(self) -> int:
@@ -181,6 +150,20 @@ class TextStream:
                 raise ValueError("stop: expected a model with a tokenizer, got one without; use stop_token_ids")
             return None
         return stream_lib.DetokenizerStream(self._tokenizer, self._request.stop, continues_text=continues_text)
+
+    def _make_sampling_params(self, history: Sequence[Sequence[int]], max_len: int | None) -> sampling.SamplingParams:
+        request = self._request
+        whole = [[*held, *prompt] for held, prompt in zip(history, request.prompts, strict=True)]
+        longest = max(len(ids) for ids in whole) + request.max_new_tokens
+        # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
+        history_len = max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(longest))
+        return sampling.params_from_configs(
+            request.sampling_configs,
+            vocab_size=self._model.config.vocab_size,
+            prompts=[ids for ids in whole for _ in range(request.num_samples)],
+            history_len=history_len,
+            stop_ids=[request.stop_ids] * self._rows,
+        )
 
     def __iter__(self) -> Iterator[Chunk]:
         if self._prompt_cache is None:
@@ -206,18 +189,6 @@ class TextStream:
         request, cache = self._request, self._prompt_cache
         assert cache is not None
         self._prompt_cache = None  # donated from here on
-        whole = [[*held, *prompt] for held, prompt in zip(self._history, request.prompts, strict=True)]
-        whole = [ids for ids in whole for _ in range(request.num_samples)]
-        longest = max(len(ids) for ids in whole) + request.max_new_tokens
-        output_len = max(LEAST_OUTPUT_LEN, shapes.power_of_two_at_least(request.max_new_tokens))
-        # All that can be refused is refused here, before anything is computed.
-        params = sampling.params_from_configs(
-            request.sampling_configs,
-            vocab_size=self._model.config.vocab_size,
-            prompts=whole,
-            history_len=shapes.power_of_two_at_least(longest),
-            stop_ids=[request.stop_ids] * self._rows,
-        )
         key_B = sampling.request_keys(request.seeds, [row % request.num_samples for row in range(self._rows)])
         cache, logits_BV = prefill.prefill(self._model, self._params, request.prompts, cache)
         if request.num_samples > 1:
@@ -225,13 +196,13 @@ class TextStream:
             cache, logits_BV = kv_cache.take_rows(cache, row_idx), jnp.take(logits_BV, row_idx, axis=0)
         self._state = loop.begin(
             self._chain,
-            params,
+            self._sampling_params,
             cache,
             logits_BV,
             key_B=key_B,
             stop_ids_BX=stopping.padded([request.stop_ids] * self._rows),
             max_new_B=jnp.full(self._rows, request.max_new_tokens, jnp.int32),
-            output_len=output_len,
+            output_len=output_len_for(request.max_new_tokens),
             num_top_logprobs=request.num_top_logprobs,
         )
         return self._look()
@@ -253,7 +224,8 @@ class TextStream:
             if status_B[row] == state.INVALID:
                 raise FloatingPointError(
                     f"logits of row {row}: expected finite numbers, got NaN or infinity after "
-                    f"{num_new_B[row]} new tokens; the weights are broken, or their dtype is too narrow"
+                    f"{num_new_B[row]} new tokens; the weights are broken, their dtype is too narrow, or a transform "
+                    "left no token"
                 )
             new = [int(token) for token in tokens_BM[row, self._seen[row] : num_new_B[row]]]
             chunk = self._read(row, new, state.FINISH_REASONS[int(status_B[row])])

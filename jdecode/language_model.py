@@ -6,19 +6,19 @@ Everything here only calls public functions of the layers below: ``cache.allocat
 import dataclasses
 import functools
 import pathlib
-import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from jdecode import chat_session, generation
 from jdecode import config as config_lib
+from jdecode import request as request_lib
 from jdecode import sampling as sampling_lib
 from jdecode.attention import select
 from jdecode.cache import allocate, kv_cache
-from jdecode.decode import loop, prefill, stopping
+from jdecode.decode import loop, prefill
 from jdecode.models import parameter_axes, transformer
 from jdecode.parallel import device_memory, rules
 from jdecode.parallel import mesh as mesh_lib
@@ -26,13 +26,8 @@ from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.weights import load as load_lib
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | np.ndarray
-
 LEAST_CAPACITY = 256
 """Slots a row in the smallest cache that is allocated unasked."""
-
-MOST_NEW_TOKENS = 2**24
-"""The longest output of one request: its buffer is allocated before the first token."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -75,14 +70,8 @@ class LanguageModel:
         Raises:
           ValueError: a size is under 1, or the cache is larger than the memory of the devices.
         """
-        init = functools.partial(
-            allocate.init_cache,
-            self.config,
-            cache,
-            batch_size=batch_size,
-            capacity=capacity,
-            compute_dtype=self.model.dtype,
-        )
+        batch_size = request_lib.count("batch_size", batch_size, least=1)
+        init = self._cache_init(batch_size, request_lib.count("capacity", capacity, least=1), cache)
         device_memory.check(jax.eval_shape(init), self.mesh, f"a cache of {batch_size} rows x {capacity} slots")
         return init(mesh=self.mesh)
 
@@ -105,7 +94,9 @@ class LanguageModel:
         """
         return chat.encode_chat(self._text_tokenizer(), messages)
 
-    def generate(self, prompts: Prompts, **options: Any) -> generation.GenerateResult:
+    def generate(
+        self, prompts: request_lib.Prompts, **options: Unpack[request_lib.Options]
+    ) -> generation.GenerateResult:
         """Continues prompts to their end. Takes the options of ``stream``, and only the whole result is returned."""
         options.setdefault("steps_per_look", generation.STOP_STRING_STEPS if options.get("stop") else loop.ALL_STEPS)
         stream = self.stream(prompts, **options)
@@ -116,10 +107,10 @@ class LanguageModel:
 
     def stream(
         self,
-        prompts: Prompts,
+        prompts: request_lib.Prompts,
         *,
         max_new_tokens: int = 64,
-        sampling: config_lib.SamplingConfig | Sequence[config_lib.SamplingConfig] = config_lib.SamplingConfig(),
+        sampling: request_lib.SamplingConfigs = config_lib.SamplingConfig(),
         num_samples: int = 1,
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
@@ -136,7 +127,7 @@ class LanguageModel:
 
         Args:
           prompts: a string, a list of token ids, a list of either, or a padded int array with ``lengths``.
-          max_new_tokens: of every row, 1 to ``MOST_NEW_TOKENS``.
+          max_new_tokens: of every row, 1 to ``request.MOST_NEW_TOKENS``.
           sampling: how tokens are chosen: one config, or one for each prompt.
           num_samples: rows a prompt, which share its prefill; rows stand prompt by prompt.
           stop: strings that end a text and do not appear in it.
@@ -160,34 +151,33 @@ class LanguageModel:
         if draft is not None:
             raise ValueError(f"draft: expected None (speculative decoding is not in this version), got {draft!r}")
         ids = self._prompt_ids(prompts, lengths)
-        stop_ids = stopping.stop_ids(
-            self.end_token_ids, stop_token_ids, ignore_eos=ignore_eos, vocab_size=self.config.vocab_size
-        )
-        request = self._request(
+        max_new_tokens = request_lib.count("max_new_tokens", max_new_tokens, least=1, most=request_lib.MOST_NEW_TOKENS)
+        num_samples = request_lib.count("num_samples", num_samples, least=1)
+        slots = self._slots(max(len(prompt) for prompt in ids), max_new_tokens, capacity)
+        self._check_memory(len(ids) * num_samples, slots, cache, max_new_tokens, logprobs)
+        request = request_lib.resolve(
             ids,
-            sampling,
+            vocab_size=self.config.vocab_size,
+            tokenizer=self.tokenizer,
+            end_token_ids=self.end_token_ids,
             max_new_tokens=max_new_tokens,
+            sampling=sampling,
             num_samples=num_samples,
-            stop_ids=stop_ids,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            transforms=tuple(transforms),
-            num_top_logprobs=logprobs,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            transforms=transforms,
             steps_per_look=steps_per_look,
         )
-        needed = max(len(prompt) for prompt in ids) + max_new_tokens
-        if capacity is not None:
-            _check_count("capacity", capacity, least=1)
-        if capacity is not None and needed > capacity:
-            raise ValueError(
-                f"capacity: expected at least {needed} slots (prompt and {max_new_tokens} new tokens), got {capacity}; "
-                "raise the capacity, or shorten the prompt or the output"
-            )
-        empty = self.init_cache(batch_size=len(ids), capacity=capacity or capacity_for(needed), cache=cache)
+        empty = self.init_cache(batch_size=len(ids), capacity=slots, cache=cache)
         return generation.TextStream(
             self.model, self.params, self.tokenizer, request, empty, weight_bytes=self.weight_bytes
         )
 
-    def score(self, texts: Prompts, *, lengths: Sequence[int] | np.ndarray | None = None) -> list[np.ndarray]:
+    def score(
+        self, texts: request_lib.Prompts, *, lengths: Sequence[int] | np.ndarray | None = None
+    ) -> list[np.ndarray]:
         """Computes the log-probability of every token but the first, given those before it.
 
         Args:
@@ -218,86 +208,43 @@ class LanguageModel:
         """
         return chat_session.ChatSession(self, system=system, sampling=sampling, cache=cache, capacity=capacity)
 
-    def _request(
-        self,
-        ids: list[list[int]],
-        configs: config_lib.SamplingConfig | Sequence[config_lib.SamplingConfig],
-        *,
-        num_samples: int,
-        **fields: Any,
-    ) -> generation.Request:
-        """Resolves the options of ``stream`` to one entry a row, and checks them."""
-        _check_count("max_new_tokens", fields["max_new_tokens"], least=1, most=MOST_NEW_TOKENS)
-        _check_count("num_samples", num_samples, least=1)
-        _check_count("steps_per_look", fields["steps_per_look"], least=1)
-        if fields["num_top_logprobs"] is not None:
-            _check_count("logprobs", fields["num_top_logprobs"], least=0, most=self.config.vocab_size)
-        if isinstance(configs, config_lib.SamplingConfig):
-            configs = [configs] * len(ids)
-        if len(configs) != len(ids):
+    def _prompt_ids(self, prompts: request_lib.Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
+        return request_lib.prompt_rows(prompts, lengths, encode=self.encode, vocab_size=self.config.vocab_size)
+
+    def _slots(self, prompt_len: int, max_new_tokens: int, capacity: int | None) -> int:
+        """Returns the slots of a request's cache: ``capacity`` if it is enough, or what is needed."""
+        needed = prompt_len + max_new_tokens
+        if capacity is None:
+            return capacity_for(needed)
+        capacity = request_lib.count("capacity", capacity, least=1)
+        if needed > capacity:
             raise ValueError(
-                f"sampling: expected one config, or one for each of {len(ids)} prompts, got {len(configs)}"
+                f"capacity: expected at least {needed} slots (prompt and {max_new_tokens} new tokens), got {capacity}; "
+                "raise the capacity, or shorten the prompt or the output"
             )
-        seeds = [secrets.randbits(63) if config.seed is None else config.seed for config in configs]
-        configs = [self._without_nameless_tokens(config) for config in configs]
-        return generation.Request(
-            prompts=ids,
-            num_samples=num_samples,
-            sampling_configs=[config for config in configs for _ in range(num_samples)],
-            seeds=[seed for seed in seeds for _ in range(num_samples)],
-            continues_text=[self._has_text(prompt) for prompt in ids],
-            **fields,
+        return capacity
+
+    def _check_memory(
+        self, num_rows: int, slots: int, cache: config_lib.CacheConfig, max_new_tokens: int, logprobs: int | None
+    ) -> None:
+        """Refuses what the devices cannot hold: the cache of all rows, and their buffers of output."""
+        row = jax.eval_shape(self._cache_init(1, slots, cache))
+        numbers_a_token = 1 if logprobs is None else 2 + 2 * logprobs
+        buffers = jax.ShapeDtypeStruct((generation.output_len_for(max_new_tokens), numbers_a_token), np.float32)
+        what = f"cache and output of {num_rows} rows x {slots} slots"
+        device_memory.check((row, buffers), self.mesh, what, times=num_rows)
+
+    def _cache_init(self, batch_size: int, capacity: int, cache: config_lib.CacheConfig):
+        if not isinstance(cache, config_lib.CacheConfig):
+            raise TypeError(f"cache: expected a CacheConfig, got {type(cache).__name__}")
+        return functools.partial(
+            allocate.init_cache,
+            self.config,
+            cache,
+            batch_size=batch_size,
+            capacity=capacity,
+            compute_dtype=self.model.dtype,
         )
-
-    def _without_nameless_tokens(self, config: config_lib.SamplingConfig) -> config_lib.SamplingConfig:
-        """Bans the ids past the tokenizer's last, which stand for nothing: embeddings are often padded."""
-        if self.tokenizer is None or self.tokenizer.vocab_size >= self.config.vocab_size:
-            return config
-        nameless = range(self.tokenizer.vocab_size, self.config.vocab_size)
-        return dataclasses.replace(config, banned_token_ids=(*config.banned_token_ids, *nameless))
-
-    def _has_text(self, ids: Sequence[int]) -> bool:
-        tokenizer = self.tokenizer
-        return tokenizer is not None and any(
-            token_id < tokenizer.vocab_size and not tokenizer.is_special(token_id) for token_id in ids
-        )
-
-    def _prompt_ids(self, prompts: Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
-        """Turns what callers may pass into lists of ids, one a row."""
-        if isinstance(prompts, np.ndarray | jax.Array):
-            rows = _array_rows(np.asarray(prompts), lengths)
-        elif lengths is not None:
-            raise ValueError("lengths: expected only beside an array of prompts; lists are ragged as they are")
-        elif isinstance(prompts, str):
-            rows = [self.encode(prompts)]
-        elif not _is_list(prompts):
-            raise ValueError(f"prompts: expected text, token ids or a list of either, got {type(prompts).__name__}")
-        elif len(prompts) and all(_is_integer(prompt) for prompt in prompts):
-            rows = [list(prompts)]
-        else:
-            rows = [self._row_ids(row, prompt) for row, prompt in enumerate(prompts)]
-        if not rows:
-            raise ValueError("prompts: expected at least one, got none")
-        return [self._checked_ids(row, ids) for row, ids in enumerate(rows)]
-
-    def _row_ids(self, row: int, prompt: Any) -> list[Any]:
-        if isinstance(prompt, str):
-            return self.encode(prompt)
-        if isinstance(prompt, np.ndarray | jax.Array) and prompt.ndim == 1:
-            return np.asarray(prompt).tolist()
-        if not _is_list(prompt):
-            raise ValueError(f"prompt of row {row}: expected text or a list of token ids, got {prompt!r}")
-        return list(prompt)
-
-    def _checked_ids(self, row: int, ids: Sequence[Any]) -> list[int]:
-        if not ids:
-            raise ValueError(f"prompt of row {row}: expected at least one token, got none; give it a start token")
-        for token_id in ids:
-            if not _is_integer(token_id) or not 0 <= token_id < self.config.vocab_size:
-                raise ValueError(
-                    f"prompt of row {row}: expected token ids from 0 to {self.config.vocab_size - 1}, got {token_id!r}"
-                )
-        return [int(token_id) for token_id in ids]
 
     def _text_tokenizer(self) -> tokenizer_lib.Tokenizer:
         if self.tokenizer is None:
@@ -336,6 +283,10 @@ def load(
     select.backend(backend)  # a name that is not known is refused before gigabytes are read
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if mesh is not None and not isinstance(mesh, config_lib.MeshConfig):
+        raise TypeError(f"mesh: expected a MeshConfig, got {type(mesh).__name__}")
+    if not isinstance(source, str | pathlib.Path) or not str(source) or "\0" in str(source):
+        raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
     placement = None if device_mesh is None else functools.partial(_mesh_placement, device_mesh)
     loaded = load_lib.load_weights(source, dtype=dtype, placement=placement)
@@ -356,29 +307,3 @@ def _mesh_placement(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> 
         return jax.device_put(array, rules.sharding(mesh, axes[path], array.shape))
 
     return put
-
-
-def _check_count(name: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:
-    if not _is_integer(value) or not least <= value <= most:
-        raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _array_rows(array: np.ndarray, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
-    """Cuts a padded array into rows; padding stands at their ends."""
-    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"prompts: expected an int array (rows, tokens), got {array.dtype} of shape {array.shape}")
-    if lengths is None:
-        raise ValueError("lengths: expected the number of real ids of each row beside an array of prompts, got none")
-    lengths = np.asarray(lengths)
-    is_count = lengths.shape == (len(array),) and np.issubdtype(lengths.dtype, np.integer)
-    if not is_count or not ((lengths >= 1) & (lengths <= array.shape[1])).all():
-        raise ValueError(f"lengths: expected {len(array)} counts from 1 to {array.shape[1]}, got {lengths.tolist()}")
-    return [row[: int(length)].tolist() for row, length in zip(array, lengths, strict=True)]

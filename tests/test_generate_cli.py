@@ -176,9 +176,9 @@ BAD_FLAGS = [
     ("--typical-p nan", "--typical-p: expected a number from 0 to 1, got nan"),
     ("--repetition-penalty 0", "--repetition-penalty: expected a finite number over 0, got 0.0"),
     ("--frequency-penalty inf", "--frequency-penalty: expected a finite number, got inf"),
-    ("--max-new-tokens -3", "argument --max-new-tokens: expected a whole number from 1 to 2147483647, got '-3'"),
-    ("--max-new-tokens 0", "argument --max-new-tokens: expected a whole number from 1 to 2147483647, got '0'"),
-    ("--max-new-tokens 2147483648", "argument --max-new-tokens: expected a whole number from 1 to 2147483647"),
+    ("--max-new-tokens -3", "argument --max-new-tokens: expected a whole number from 1 to 16777216, got '-3'"),
+    ("--max-new-tokens 0", "argument --max-new-tokens: expected a whole number from 1 to 16777216, got '0'"),
+    ("--max-new-tokens 16777217", "argument --max-new-tokens: expected a whole number from 1 to 16777216"),
     ("--top-k 1.5", "argument --top-k: expected a whole number from 0 to 2147483647, got '1.5'"),
     ("--seed -1", "argument --seed: expected a whole number from 0 to 9223372036854775807, got '-1'"),
     ("--num-samples 0", "argument --num-samples: expected a whole number from 1"),
@@ -188,10 +188,19 @@ BAD_FLAGS = [
     ("--mesh data=0", "argument --mesh: expected axes such as data=1,model=8, each once, got 'data=0'"),
     ("--mesh data=2,data=2", "argument --mesh: expected axes"),
     ("--mesh expert=2", "argument --mesh: expected axes"),
-    ("--kv-dtype int8", "--kv-dtype int8: not in this version; expected one of auto, float32, bfloat16"),
-    ("--kv-dtype fp8", "--kv-dtype fp8: not in this version"),
-    ("--weight-dtype int8", "--weight-dtype int8: not in this version; expected one of auto, float32, bfloat16"),
-    ("--kv-dtype float99", "argument --kv-dtype: invalid choice: 'float99'"),
+    (
+        "--kv-dtype int8",
+        "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'int8' (not in this version)",
+    ),
+    (
+        "--kv-dtype fp8",
+        "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'fp8' (not in this version)",
+    ),
+    (
+        "--weight-dtype int8",
+        "argument --weight-dtype: expected one of auto, float32, bfloat16, float16, got 'int8' (not in this version)",
+    ),
+    ("--kv-dtype float99", "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'float99'"),
     ("--draft ngram", "--draft ngram: not in this version; expected none, or leave it out"),
     ("--draft some/model", "--draft some/model: not in this version"),
     ("--verify coupled", "--verify coupled: acts on a draft, and there is none; leave it out"),
@@ -346,3 +355,9 @@ def test_help_names_every_flag():
     assert done.returncode == 0 and done.stderr == ""
     for flag in ("--config", "--prompt-ids", "--min-p", "--verify", "--kv-dtype", "--mesh", "--no-stream"):
         assert flag in done.stdout
+
+
+def test_longest_output_is_the_librarys():
+    from jdecode import command_line, request
+
+    assert command_line.MOST_NEW_TOKENS == request.MOST_NEW_TOKENS

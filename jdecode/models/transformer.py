@@ -132,6 +132,8 @@ class Transformer(nn.Module):
         """
         config = self.config
         B, T = tokens_BT.shape
+        if cache is not None and cache.batch_size != B:
+            raise ValueError(f"tokens_BT: expected {cache.batch_size} rows, as the cache has, got {B}")
         embedding = Embedding(config, self.dtype, name="embedding")
         if cache is None:
             block = kv_cache.open_block_without_cache(B, T, num_tokens_B)

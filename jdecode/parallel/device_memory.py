@@ -21,20 +21,21 @@ def total_bytes(mesh: jax.sharding.Mesh | None) -> int | None:
     return None if None in limits else sum(limit for limit in limits if limit is not None)
 
 
-def check(tree: Any, mesh: jax.sharding.Mesh | None, what: str) -> None:
+def check(tree: Any, mesh: jax.sharding.Mesh | None, what: str, *, times: int = 1) -> None:
     """Refuses a tree of shapes that no allocation could hold.
 
     Args:
       tree: leaves with ``shape`` and ``dtype``.
       what: words for the message.
+      times: how many such trees are needed.
 
     Raises:
       ValueError: its bytes are more than ``total_bytes``.
     """
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    needed = times * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     limit = total_bytes(mesh)
     if limit is not None and needed > limit:
         raise ValueError(
             f"memory: expected at most {limit / GIBIBYTE:.1f} GiB, got {needed / GIBIBYTE:.1f} GiB for {what}; "
-            "lower max_new_tokens, the capacity, the rows or the cache's dtype"
+            "lower max_new_tokens, the capacity, the number of rows or the width of the cache's dtype"
         )

@@ -42,10 +42,11 @@ class Chain:
             name = type(transform).__name__
             with jax.named_scope(name):
                 out_BV = transform.apply(logits_BV, own)
-            if out_BV.shape != logits_BV.shape or out_BV.dtype != jnp.float32:
+            if not isinstance(out_BV, jax.Array) or out_BV.shape != logits_BV.shape or out_BV.dtype != jnp.float32:
+                got = f"{out_BV.dtype} of shape {out_BV.shape}" if isinstance(out_BV, jax.Array) else repr(out_BV)
                 raise TypeError(
                     f"transform {name}: expected float32 logits of shape {logits_BV.shape} from apply, "
-                    f"got {out_BV.dtype} of shape {out_BV.shape}; cast or reshape before returning"
+                    f"got {got}; cast or reshape before returning"
                 )
             logits_BV = out_BV
         return jnp.where(is_nan_B1, jnp.nan, logits_BV)

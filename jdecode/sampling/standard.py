@@ -10,6 +10,7 @@ from jdecode import config, shapes
 from jdecode.sampling import chain, masks, penalties, protocol, temperature, truncation
 
 _LEAST_WIDTH = 8  # of a padded list, so that short lists of any length share a shape
+_LEAST_PROMPT_WIDTH = 16  # that of a padded chunk of prompt
 _GREATEST_INT = 2**31 - 1
 _SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 
@@ -105,7 +106,7 @@ def params_from_configs(
         allowed_ids_BX=jnp.asarray(_padded(allowed, protocol.PADDING_ID, np.int32)),
         banned_ids_BX=jnp.asarray(_padded(banned, protocol.PADDING_ID, np.int32)),
         stop_ids_BX=jnp.asarray(_padded(stops, protocol.PADDING_ID, np.int32)),
-        prompt_ids_BT=jnp.asarray(_padded(prompts, protocol.PADDING_ID, np.int32)),
+        prompt_ids_BT=jnp.asarray(_padded(prompts, protocol.PADDING_ID, np.int32, least=_LEAST_PROMPT_WIDTH)),
         prompt_len_B=_integers("prompts", [len(prompt) for prompt in prompts]),
         history_len=history_len,
     )
@@ -146,9 +147,9 @@ def _ids(name: str, rows: Sequence[Iterable[int]], vocab_size: int) -> list[list
     return checked
 
 
-def _padded(rows: Sequence[Sequence[float]], filler: float, dtype: type) -> np.ndarray:
+def _padded(rows: Sequence[Sequence[float]], filler: float, dtype: type, *, least: int = _LEAST_WIDTH) -> np.ndarray:
     """Returns the rows as one array [B, X], X a power of two."""
-    width = shapes.power_of_two_at_least(max([_LEAST_WIDTH, *(len(row) for row in rows)]))
+    width = shapes.power_of_two_at_least(max([least, *(len(row) for row in rows)]))
     array = np.full((len(rows), width), filler, dtype)
     for row, values in enumerate(rows):
         array[row, : len(values)] = values

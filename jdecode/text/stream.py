@@ -28,6 +28,7 @@ class StopMatcher:
                 raise TypeError(f"stop: expected strings, got {type(string).__name__}")
             if not string:
                 raise ValueError("stop: expected stop strings of at least one character, got an empty one; remove it")
+            tokenizer_lib.check_text(string, "stop")
         self._stop = sorted(set(stop), key=len, reverse=True)
         self._fallbacks = [_fallback(string) for string in self._stop]
         self._matched = [0] * len(self._stop)  # characters of each stop string that the text ends with

@@ -99,7 +99,7 @@ class Tokenizer:
         Raises:
           TypeError: ``text`` is no string. ValueError: it cannot be written as UTF-8 (a lone surrogate).
         """
-        _check_text(text)
+        check_text(text)
         ids = (
             self.encode_literal(text) if not parse_special else self._backend.encode(text, add_special_tokens=False).ids
         )
@@ -116,7 +116,7 @@ class Tokenizer:
         Returns:
           Token ids, nothing added.
         """
-        _check_text(text)
+        check_text(text)
         anchor = _ANCHOR if self._treats_start_apart else ""
         if anchor and anchor in text:
             raise ValueError("text: expected no reserved string U+FDD1 'jdecode' U+FDD1, got one; remove it")
@@ -130,7 +130,7 @@ class Tokenizer:
         Returns:
           ``(start, end, id)`` of each, in characters, in order.
         """
-        _check_text(text)
+        check_text(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         pairs = zip(encoding.offsets, encoding.ids, strict=True)
         return [(start, end, token_id) for (start, end), token_id in pairs if token_id in self.special_ids]
@@ -218,14 +218,15 @@ class Tokenizer:
             return self._literal_backend
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str, name: str = "text") -> None:
+    """Refuses what is no string, or one that UTF-8 cannot write. ``name`` starts the message."""
     if not isinstance(text, str):
-        raise TypeError(f"text: expected a string, got {type(text).__name__}")
+        raise TypeError(f"{name}: expected a string, got {type(text).__name__}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"text: expected Unicode text, got a lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{name}: expected Unicode text, got a lone surrogate U+{ord(text[error.start]):04X} at character "
             f"{error.start}; remove it"
         ) from None
 

@@ -101,7 +101,7 @@ def test_refusals_are_one_clear_line(fields: dict, changes: dict, message: str):
 
 
 def test_numbers_that_are_not_whole_are_refused():
-    with pytest.raises(TypeError, match=r"top_k: expected a whole number, got 3\.0"):
+    with pytest.raises(ValueError, match=r"top_k: expected a whole number \(0 keeps all\), got 3\.0"):
         _build({"temperature": 1.0, "top_k": 3.0})
 
 
