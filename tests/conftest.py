@@ -35,6 +35,13 @@ jax.config.update("jax_enable_x64", False)
 compilation_cache.enable(min_compile_seconds=0.05)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Drops what a module has compiled: a program takes hundreds of memory maps, and a process may have 65,530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def real_model_folder() -> pathlib.Path:
     """The folder of the real models, as tests/fetch_models.py leaves it; skips the test when it is absent."""

@@ -236,13 +236,13 @@ def test_stream_is_read_once_and_gives_its_cache_at_the_end():
     text_stream = lm.stream([[40, 51, 62]], max_new_tokens=6, steps_per_look=1)
     chunks = iter(text_stream)
     next(chunks)
-    with pytest.raises(ValueError, match="^cache: expected an exhausted stream"):
+    with pytest.raises(ValueError, match=r"^cache: expected an exhausted stream"):
         _ = text_stream.cache
     assert text_stream.result is None
     list(chunks)
     # Prompt and output, but for the latest token.
     assert text_stream.cache.length_B.tolist() == [3 + 6 - 1]
-    with pytest.raises(ValueError, match="^stream: expected to be read once"):
+    with pytest.raises(ValueError, match=r"^stream: expected to be read once"):
         next(iter(text_stream))
 
 
