@@ -14,14 +14,14 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _check_count(name: str, value: Any, least: int, alternative: str = "") -> None:
-    is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
     _check(is_count, f"{name}: expected a count of at least {least}{alternative}, got {value!r}")
 
 
 def _check_number(name: str, value: Any, low: float, high: float, says: str, *, exclusive: bool = False) -> None:
     """Refuses what is no finite number from ``low`` to ``high`` (``exclusive``: over ``low``); ``says`` is in words."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    inside = is_number and low <= value <= high and not (exclusive and value == low)
+    inside = is_number and low <= float(value) <= high and not (exclusive and value == low)
     _check(bool(inside), f"{name}: expected {says}, got {value!r}")
 
 

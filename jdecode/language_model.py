@@ -153,6 +153,8 @@ class LanguageModel:
         ids = self._prompt_ids(prompts, lengths)
         max_new_tokens = request_lib.count("max_new_tokens", max_new_tokens, least=1, most=request_lib.MOST_NEW_TOKENS)
         num_samples = request_lib.count("num_samples", num_samples, least=1)
+        if logprobs is not None:
+            logprobs = request_lib.count("logprobs", logprobs, least=0, most=self.config.vocab_size)
         slots = self._slots(max(len(prompt) for prompt in ids), max_new_tokens, capacity)
         self._check_memory(len(ids) * num_samples, slots, cache, max_new_tokens, logprobs)
         request = request_lib.resolve(

@@ -102,18 +102,16 @@ def resolve(
       prompts: ids, as ``prompt_rows`` returns them.
       vocab_size: V.
       tokenizer, end_token_ids: of the model.
+      max_new_tokens, num_samples, logprobs: whole numbers in range, see ``count``.
       continues_text: ``None`` decides by whether a prompt holds any text.
       The others are those of ``LanguageModel.stream``.
 
     Raises:
       ValueError, TypeError: an option that cannot be honoured, one line.
     """
-    if logprobs is not None:
-        logprobs = count("logprobs", logprobs, least=0, most=vocab_size)
     for name, value in (("stop_token_ids", stop_token_ids), ("transforms", transforms), ("stop", stop)):
         if not is_list(value) and not (name == "stop" and isinstance(value, str)):
             raise TypeError(f"{name}: expected a list, got {type(value).__name__}")
-    num_samples = count("num_samples", num_samples, least=1)
     configs = _sampling_configs(sampling, len(prompts))
     seeds = [secrets.randbits(63) if config.seed is None else config.seed for config in configs]
     configs = [_without_nameless_tokens(config, tokenizer, vocab_size) for config in configs]
@@ -126,7 +124,7 @@ def resolve(
         num_samples=num_samples,
         sampling_configs=[config for config in configs for _ in range(num_samples)],
         seeds=[seed for seed in seeds for _ in range(num_samples)],
-        max_new_tokens=count("max_new_tokens", max_new_tokens, least=1, most=MOST_NEW_TOKENS),
+        max_new_tokens=max_new_tokens,
         stop_ids=stopping.stop_ids(end_token_ids, stop_token_ids, ignore_eos=ignore_eos, vocab_size=vocab_size),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         transforms=tuple(transforms),

@@ -233,3 +233,40 @@ def test_refusals_leave_the_conversation_as_it_was(fed):
         with_template(lm, None).chat_session().send("the hat")
     with pytest.raises(ValueError, match="without a tokenizer"):
         tiny_model.load("llama_gqa").chat_session().send("the hat")
+
+
+class Scripted(language_model.LanguageModel):
+    """A model whose conversation is whatever ids its latest message lists."""
+
+    def encode_chat(self, messages):
+        return [int(word) for word in messages[-1]["content"].split()]
+
+
+def test_cuts_count_together_from_the_longest_text(fed):
+    base = model_with_rings()
+    lm = Scripted(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+    # Rings of 8 + 20 slots: at its longest (63 tokens) a ring holds positions 35 to 62, so 21 can be taken back.
+    session = lm.chat_session(capacity=200, cache=config.CacheConfig(slack=20))
+    first = [3 + position * 7 % 280 for position in range(60)]
+    scripts = (first, [*first[:45], 100, 101], [*first[:32], 200, 201, 202])
+    read = []
+    for ids in scripts:
+        fed.clear()
+        reply = session.send(" ".join(map(str, ids)), max_new_tokens=4)
+        assert sum(len(chunk.token_ids) for chunk in reply) == 4
+        read.append(len(fed[0][0]))
+        cold_result = base.generate([ids], max_new_tokens=4, capacity=200)
+        assert reply.result is not None
+        assert tiny_model.rows(reply.result) == tiny_model.rows(cold_result)
+    # The second keeps 45 of 63. The third would keep 32 of 50, but 50 is not the longest: it starts over.
+    assert read == [60, 2, 35]
+
+
+def test_reply_of_a_forgotten_conversation_does_not_bring_it_back():
+    lm = with_template(tiny_model.load_text(), PLAIN)
+    session = lm.chat_session(sampling=DIGITS)
+    reply = session.send("the hat", max_new_tokens=3)
+    session.reset()
+    with pytest.raises(ValueError, match=r"^reply: expected to be read before the next turn or reset"):
+        list(reply)
+    assert session.messages == []

@@ -97,7 +97,8 @@ def test_samples_share_the_prefill_and_differ(monkeypatch):
     assert len({tuple(tokens) for tokens in five}) == 10
     three = generate([FIRST, THIRD], [42, 43], num_samples=3)
     assert [three[:3], three[3:]] == [five[:3], five[5:8]]
-    # The first sample is the request without samples.
+    # Each prompt's samples are what they are without the other prompt; the first is the request without samples.
+    assert generate([THIRD], [43], num_samples=5) == five[5:]
     assert generate([FIRST], [42]) == [five[0]]
     assert generate([THIRD], [43]) == [five[5]]
 
