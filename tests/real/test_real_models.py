@@ -17,7 +17,13 @@ from tests.real import golden_case
 pytestmark = pytest.mark.real_model
 
 CASES = {name: golden_case.cases(name) for name in ("smollm2", "gemma3")}
-ALL = [(model, case) for model, own in CASES.items() for case in own]
+# Gemma's longer cases go with the long tests.
+QUICK_GEMMA = ("fact_capital", "unicode_cjk", "single_bos_only", "long_513")
+ALL = [
+    pytest.param(model, case, marks=[pytest.mark.slow] if model == "gemma3" and case not in QUICK_GEMMA else [])
+    for model, own in CASES.items()
+    for case in own
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +67,14 @@ def test_scores_of_the_prompt(models, name, case_name):
     assert of_sum < golden_case.LOGPROB_SUM_RTOL
 
 
-@pytest.mark.parametrize("case_name", ["long_511", "long_513", "long_1500"])
-@pytest.mark.parametrize("slack", [0, 3])
+@pytest.mark.parametrize(
+    ("case_name", "slack"),
+    [
+        ("long_513", 0),
+        *[pytest.param(name, 0, marks=pytest.mark.slow) for name in ("long_511", "long_1500")],
+        *[pytest.param(name, 3, marks=pytest.mark.slow) for name in ("long_511", "long_513", "long_1500")],
+    ],
+)
 def test_gemma_on_rings(models, case_name, slack):
     # 513 tokens show a window that is off by one in the logits after the prompt, in either direction.
     lm, case = models("gemma3"), CASES["gemma3"][case_name]
