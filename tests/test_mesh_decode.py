@@ -33,10 +33,10 @@ def shard_shape(array: jax.Array) -> tuple[int, ...]:
 # gemma3_scaled 6 and 3. Vocabularies 211, 288, 163, 160: some are not divisible.
 MESHES = [
     ("llama_mha", 1, 8),
-    ("llama_mha", 1, 2),
+    pytest.param("llama_mha", 1, 2, marks=pytest.mark.slow),
     ("llama_gqa", 2, 4),
     ("gemma3_text", 2, 4),
-    ("gemma3_scaled", 1, 2),
+    pytest.param("gemma3_scaled", 1, 2, marks=pytest.mark.slow),
     ("mistral_w16", 4, 2),
 ]
 
