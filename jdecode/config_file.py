@@ -192,12 +192,16 @@ def from_mapping(cls: type, value: Any, *, place: str = "") -> Any:
         _fail(place, str(error))
 
 
-def loads(text: str, *, origin: str) -> config.RunConfig:
-    """Reads a run config from YAML text.
+def loads(text: str, *, origin: str, cls: type = config.RunConfig) -> Any:
+    """Reads a config from YAML text.
 
     Args:
       text: the YAML.
       origin: the file's name, for messages; its stem is the name of a config that gives none.
+      cls: the dataclass that the file describes; it has a ``name``.
+
+    Returns:
+      An instance of ``cls``.
 
     Raises:
       ValueError: one line with ``origin`` and the line or the key.
@@ -216,53 +220,62 @@ def loads(text: str, *, origin: str) -> config.RunConfig:
     if tree is None:
         raise ValueError(f"{origin}: expected a mapping, got an empty file")
     try:
-        run = from_mapping(config.RunConfig, tree)
+        run = from_mapping(cls, tree)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from None
     return run if run.name else dataclasses.replace(run, name=pathlib.PurePath(origin).stem)
 
 
-def folders() -> tuple[pathlib.Path, ...]:
-    """Returns the folders in which a config is looked up by name: ``./configs``, then the package's own."""
+def folders(below: str = "") -> tuple[pathlib.Path, ...]:
+    """Returns the folders in which a config is looked up by name: ``./configs``, then the package's own.
+
+    Args:
+      below: a folder in these, such as ``training``; none for themselves.
+    """
     shipped = _PACKAGE_FOLDER / "configs"
     beside = _PACKAGE_FOLDER.parent / "configs"  # in a checkout, and so in an editable install
     in_checkout = (_PACKAGE_FOLDER.parent / "pyproject.toml").is_file()
-    return pathlib.Path("configs"), beside if in_checkout else shipped
+    return pathlib.Path("configs") / below, (beside if in_checkout else shipped) / below
 
 
-def available() -> list[str]:
+def available(below: str = "") -> list[str]:
     """Returns the names of the configs that can be found by name, in order."""
-    return sorted({path.name for folder in folders() for path in folder.glob(f"*{SUFFIX}")})
+    return sorted({path.name for folder in folders(below) for path in folder.glob(f"*{SUFFIX}")})
 
 
-def find(name: str | os.PathLike[str]) -> pathlib.Path:
+def find(name: str | os.PathLike[str], below: str = "") -> pathlib.Path:
     """Finds a config: as given, then in ``./configs``, then in the package. The suffix ``.yaml`` may be left out.
+
+    Args:
+      name: a path, or a name.
+      below: see ``folders``.
 
     Raises:
       FileNotFoundError: one line with the nearest names.
     """
     text = os.fspath(name)
-    for folder in (pathlib.Path(), *folders()):
+    for folder in (pathlib.Path(), *folders(below)):
         for spelling in (text, f"{text}{SUFFIX}"):
             path = folder / spelling
             if text and path.is_file():
                 return path
-    known = available()
+    known = available(below)
     close = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(known) or 'none'}"
-    raise FileNotFoundError(f"config {text!r}: no such file, here, in ./configs or in the package; {hint}")
+    place = pathlib.PurePosixPath("configs", below)
+    raise FileNotFoundError(f"config {text!r}: no such file, here, in ./{place} or in the package; {hint}")
 
 
-def load(name: str | os.PathLike[str]) -> config.RunConfig:
-    """Finds and reads a run config (see ``find`` and ``loads``).
+def load(name: str | os.PathLike[str], cls: type = config.RunConfig, below: str = "") -> Any:
+    """Finds and reads a config (see ``find`` and ``loads``).
 
     Raises:
       FileNotFoundError: if there is none of that name.
-      ValueError: if the file is not a run config.
+      ValueError: if the file does not describe a ``cls``.
     """
-    path = find(name)
+    path = find(name, below)
     try:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: expected a readable text file in UTF-8, got {error}") from None
-    return loads(text, origin=str(path))
+    return loads(text, origin=str(path), cls=cls)

@@ -65,6 +65,7 @@ class Segment:
       position_BS: int32, the absolute position that each slot holds, or ``EMPTY``.
       first_slot, end_slot: int32 scalars. No slot outside ``first_slot .. end_slot - 1`` is visible to any query of
         the call. A promise that saves work: the cost of a call follows these bounds, not S.
+      is_block: slot i holds the key of query i of the call (or padding), so S is T. Static.
     """
 
     keys: Rows
@@ -72,9 +73,12 @@ class Segment:
     position_BS: jax.Array
     first_slot: jax.Array
     end_slot: jax.Array
+    is_block: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def whole_segment(k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array) -> Segment:
+def whole_segment(
+    k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array, *, is_block: bool = False
+) -> Segment:
     """Makes a segment of arrays, all of whose slots may be visible."""
     return Segment(
         keys=ArrayRows(data_BSKH=k_BSKH),
@@ -82,4 +86,5 @@ def whole_segment(k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array) 
         position_BS=position_BS,
         first_slot=jnp.int32(0),
         end_slot=jnp.int32(k_BSKH.shape[1]),
+        is_block=is_block,
     )

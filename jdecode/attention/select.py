@@ -4,12 +4,16 @@ from collections.abc import Callable
 
 import jax
 
-from jdecode.attention import blockwise, reference
+from jdecode.attention import banded, blockwise, reference
 
 Attend = Callable[..., jax.Array]
 """The signature of ``reference.attend``."""
 
-BACKENDS: dict[str, Attend] = {"blockwise": blockwise.attend, "reference": reference.attend}
+BACKENDS: dict[str, Attend] = {
+    "banded": banded.attend,  # only a block without a cache, as training has it
+    "blockwise": blockwise.attend,
+    "reference": reference.attend,
+}
 
 
 def backend(name: str) -> Attend:

@@ -171,6 +171,7 @@ class CachedLayer:
             position_BS=block.stored_position_BT,
             first_slot=jnp.int32(0),
             end_slot=jnp.int32(k_BTKH.shape[1]),
+            is_block=True,
         )
         # The old slots still hold tokens that were taken back; in the fresh block others have their positions.
         is_kept_BS = cache.positions[idx] < cache.length_B[:, None]
@@ -200,7 +201,7 @@ class UncachedLayer:
 
     def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[None, tuple[segment_lib.Segment, ...]]:
         """Returns the block as the only segment."""
-        return None, (segment_lib.whole_segment(k_BTKH, v_BTKH, self.block.stored_position_BT),)
+        return None, (segment_lib.whole_segment(k_BTKH, v_BTKH, self.block.stored_position_BT, is_block=True),)
 
 
 def close_block(cache: KVCache, block: Block, stores: Sequence[LayerStore]) -> KVCache:

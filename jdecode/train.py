@@ -1,0 +1,183 @@
+"""Trains a language model: ``python -m jdecode.train --config gqa_small.yaml --output runs/gqa_small``."""
+
+import argparse
+import dataclasses
+import pathlib
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jdecode import command_line, compilation_cache, config_file
+from jdecode.training import corpus, train_config
+
+if TYPE_CHECKING:
+    from jdecode import language_model
+    from jdecode.text import tokenizer as tokenizer_lib
+    from jdecode.training import loop
+
+NAME = "jdecode.train"
+TOKENIZER_FOLDER = "tokenizer"  # below the folder of a run: a resumed run reads it again
+TEACHER_TEXT_NAME = "teacher_text.npz"  # the same for what the teacher wrote
+_EPILOG = """examples:
+  python -m jdecode.train --config gqa_small.yaml --output runs/small          # on Python's own standard library
+  python -m jdecode.train --config gqa_small.yaml --output runs/small --resume # after it was stopped
+  python -m jdecode.train --config gqa_draft.yaml --output runs/draft --distill runs/small/model
+  python -m jdecode.train --config mine.yaml --output runs/mine --corpus FOLDER --suffix .txt --suffix .md
+
+A run's folder holds `checkpoints` and, in the end, `model`: weights, tokenizer, record, card and a picture of the losses
+(with jdecode[plot]). `python -m jdecode.generate --weights runs/small/model` writes with it.
+"""
+
+
+def build_parser() -> command_line.ArgumentParser:
+    """Builds the parser of all flags."""
+    parser = command_line.ArgumentParser(
+        prog=f"python -m {NAME}", description="Trains a language model.", epilog=_EPILOG
+    )
+    count = command_line.whole_number(1)
+    parser.add_argument("--config", metavar="FILE", required=True, help="as given, in ./configs/training, or shipped")
+    parser.add_argument("--output", metavar="FOLDER", required=True, type=command_line.plain_text, help="of the run")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's latest checkpoint")
+    parser.add_argument("--corpus", metavar="FOLDER", type=command_line.plain_text, help="of text files, to learn from")
+    parser.add_argument("--suffix", metavar=".TXT", action="append", help="of the files to read; may be repeated")
+    parser.add_argument("--distill", metavar="SOURCE", type=command_line.plain_text, help="a teacher's weights")
+    parser.add_argument("--init", metavar="SOURCE", type=command_line.plain_text, help="weights to start from")
+    parser.add_argument("--steps", metavar="N", type=count, help="of the optimiser")
+    parser.add_argument("--seed", metavar="S", type=command_line.whole_number(), help="of first weights and order")
+    return parser
+
+
+def _config(arguments: argparse.Namespace) -> train_config.TrainConfig:
+    """Lays the flags over the config."""
+    config = config_file.load(arguments.config, train_config.TrainConfig, "training")
+    files: dict[str, Any] = {"source": arguments.corpus, "suffixes": arguments.suffix and tuple(arguments.suffix)}
+    run = {"num_steps": arguments.steps, "seed": arguments.seed}
+    files, run = ({name: value for name, value in group.items() if value} for group in (files, run))
+    if arguments.seed is not None:
+        run["seed"] = arguments.seed
+    return dataclasses.replace(config, corpus=dataclasses.replace(config.corpus, **files), **run)
+
+
+def _tokenizer(
+    config: train_config.TrainConfig,
+    files: corpus.Corpus,
+    folder: pathlib.Path,
+    source: "language_model.LanguageModel | None",
+    resume: bool,
+) -> "tokenizer_lib.Tokenizer":
+    """Returns the tokenizer of the model that the run starts from or learns from, or a new one."""
+    from jdecode.text import tokenizer as tokenizer_lib
+    from jdecode.training import vocabulary
+
+    kept = folder / TOKENIZER_FOLDER
+    if resume and kept.is_dir():
+        return tokenizer_lib.from_folder(kept)
+    if source is not None:
+        if source.tokenizer is None:
+            raise ValueError("tokenizer: expected weights that come with a tokenizer, got none")
+        tokenizer = source.tokenizer
+    else:
+        texts = (document.text for document in files.train)
+        tokenizer = vocabulary.train_tokenizer(texts, config.architecture.vocab_size)
+    tokenizer.save(kept)
+    return tokenizer
+
+
+def _teacher(
+    arguments: argparse.Namespace,
+    config: train_config.TrainConfig,
+    files: corpus.Corpus,
+    folder: pathlib.Path,
+    lm: "language_model.LanguageModel",
+) -> "loop.Teacher":
+    """Returns the teacher with the texts that it wrote, now or before."""
+    import numpy as np
+
+    from jdecode import SamplingConfig
+    from jdecode.training import loop, teacher_text
+
+    kept = folder / TEACHER_TEXT_NAME
+    texts: list[np.ndarray] = []
+    distill = config.distill
+    if arguments.resume and kept.is_file():
+        with np.load(kept) as stored:
+            texts = np.split(stored["tokens"], stored["ends"][:-1])
+    elif distill.generated_tokens and distill.generated_share:
+
+        def generate(prompts: list[list[int]], max_new_tokens: int, seed: int) -> Sequence[Sequence[int]]:
+            sampling = SamplingConfig(temperature=distill.generated_temperature, seed=seed)
+            result = lm.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
+            return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)]
+
+        assert lm.tokenizer is not None
+        end_token_id = lm.tokenizer.eos_token_ids[0]
+        texts = teacher_text.write(
+            generate,
+            loop.encode(lm.tokenizer, files.train, end_token_id),
+            num_tokens=distill.generated_tokens,
+            text_len=config.sequence_len,
+            end_token_id=end_token_id,
+            seed=config.seed,
+            is_quiet=not sys.stderr.isatty(),
+        )
+        np.savez(kept, tokens=np.concatenate(texts), ends=np.cumsum([len(text) for text in texts]))
+    return loop.Teacher(name=arguments.distill, model=lm.model, params=lm.params, texts=texts)
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """Returns the command of the run, as one would type it."""
+    words = ["python", "-m", NAME, "--config", arguments.config, "--output", arguments.output]
+    for flag in ("corpus", "distill", "init", "steps", "seed"):
+        if (value := getattr(arguments, flag)) is not None:
+            words += [f"--{flag}", str(value)]
+    for suffix in arguments.suffix or ():
+        words += ["--suffix", suffix]
+    return shlex.join(words)
+
+
+def _main(argv: Sequence[str] | None) -> None:
+    arguments = build_parser().parse_args(argv)
+    config = _config(arguments)
+    folder = pathlib.Path(arguments.output)
+    files = corpus.read(config.corpus)
+    compilation_cache.enable()
+    from jdecode import language_model
+    from jdecode.training import export, loop
+
+    loop.check_folder(folder, arguments.resume)
+    start = arguments.init and language_model.load(arguments.init, dtype="float32")
+    taught_by = arguments.distill and language_model.load(arguments.distill, dtype="float32")
+    if start is not None and start.config != config.architecture:
+        raise ValueError(f"--init {arguments.init}: expected weights of the config's architecture, got another one")
+    source = taught_by or start or (config.tokenizer and language_model.load(config.tokenizer))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(config, files, folder, source or None, arguments.resume)
+    teacher = _teacher(arguments, config, files, folder, taught_by) if taught_by else None
+    task = loop.make_task(config, files, tokenizer, teacher, arguments.init)
+    params, losses = loop.fit(
+        task, folder, init_params=start.params if start else None, resume=arguments.resume, say=_say
+    )
+    record = export.export(task, params, losses, folder, _command(arguments))
+    final = record["final"]
+    print(
+        f"{folder / export.MODEL_FOLDER}: held out {final['nats_a_token']:.4f} nats a token, perplexity "
+        f"{final['perplexity']:.2f}, {final['bits_per_byte']:.4f} bits a byte"
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, and returns its exit status.
+
+    Args:
+      argv: arguments; ``None`` for those of the process.
+    """
+    return command_line.run(NAME, _main, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Checkpoints of a run, by Orbax: the whole training state, and beside it what the run is and has recorded so far.
+
+A folder of checkpoints belongs to one run. Resuming with another config or corpus is refused, since the result would be
+neither run.
+"""
+
+import logging
+import pathlib
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from orbax import checkpoint as ocp
+
+from jdecode.training import train_state
+
+FOLDER = "checkpoints"
+"""Below the folder of a run."""
+
+KEPT = 2
+"""How many of the latest checkpoints are kept."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. A context manager.
+
+    A checkpoint appears under its name only when all of it is written, so a process that is killed while it writes
+    leaves the one before.
+    """
+
+    def __init__(self, run_folder: pathlib.Path) -> None:
+        """Args: run_folder: of the run; made when absent."""
+        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file that it opens
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager((run_folder / FOLDER).absolute(), options=options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, error, trace
+        self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the latest checkpoint, ``None`` where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, state: train_state.TrainState, record: dict[str, Any]) -> None:
+        """Writes a checkpoint.
+
+        Args:
+          state: of the run.
+          record: what JSON can say.
+        """
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
+        self._manager.save(int(state.step), args=args)
+
+    def read_record(self) -> dict[str, Any]:
+        """Returns the record of the latest checkpoint."""
+        args = ocp.args.Composite(record=ocp.args.JsonRestore())
+        return self._manager.restore(self.latest_step, args=args).record
+
+    def restore(self, like: train_state.TrainState) -> train_state.TrainState:
+        """Returns the state of the latest checkpoint, on the devices of ``like``, whose arrays are not read."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        return self._manager.restore(self.latest_step, args=args).state

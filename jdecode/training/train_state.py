@@ -1,0 +1,111 @@
+"""The state of a run, and the one function that advances it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from jdecode.models import transformer
+from jdecode.training import objective as objective_lib
+from jdecode.training import optimizer as optimizer_lib
+from jdecode.training import train_config
+
+_INIT_PURPOSE, _ORDER_PURPOSE = 0, 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that the next step depends on, but for the corpus and the config.
+
+    Attributes:
+      params: of the model, float32.
+      opt_state: of the optimiser.
+      step: int32, steps taken.
+      num_sequences: int32, sequences read: the position in the data.
+      key: of the order of the data (``TokenStream.sequences``); a typed key.
+    """
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    num_sequences: jax.Array
+    key: jax.Array
+
+
+def init_state(model: transformer.Transformer, config: train_config.TrainConfig, params: Any = None) -> TrainState:
+    """Makes the state before the first step.
+
+    Args:
+      model: to train.
+      config: of the run; its seed makes the weights and the order of the data.
+      params: float32, to start from instead of fresh weights.
+    """
+    root = jax.random.key(config.seed)
+    if params is None:
+        params = init_params(model, jax.random.fold_in(root, _INIT_PURPOSE))
+    optimizer = optimizer_lib.make_optimizer(config.optimizer, config.num_steps)
+    return TrainState(
+        params=params,
+        opt_state=optimizer.init(params),
+        step=jnp.int32(0),
+        num_sequences=jnp.int32(0),
+        key=jax.random.fold_in(root, _ORDER_PURPOSE),
+    )
+
+
+def init_params(model: transformer.Transformer, key: jax.Array) -> Any:
+    """Draws fresh weights: ``{"params": tree}``, float32."""
+    tokens_BT = jnp.zeros((1, 1), jnp.int32)
+    return nn.meta.unbox(jax.jit(model.init)(key, tokens_BT))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def train_step(
+    objective: objective_lib.Objective,
+    config: train_config.OptimizerConfig,
+    num_steps: int,
+    state: TrainState,
+    teacher_params: Any,
+    tokens_ABT: jax.Array,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Takes one step of the optimiser.
+
+    Args:
+      objective, config, num_steps: static. ``num_steps`` ends the learning rate's cosine.
+      state: donated.
+      teacher_params: for the objective.
+      tokens_ABT: int32, A micro-batches of B sequences; their gradients are averaged.
+
+    Returns:
+      The state after the step, and float32 scalars: ``loss``, what the objective records, ``gradient_norm`` (before
+      clipping) and ``learning_rate`` of this step.
+    """
+    num_micro_batches, batch_size = tokens_ABT.shape[:2]
+
+    def micro_batch(tokens_BT: jax.Array):
+        (loss, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(state.params, teacher_params, tokens_BT)
+        return gradient, {"loss": loss, **scalars}
+
+    def add(total, tokens_BT: jax.Array):
+        return jax.tree.map(jnp.add, total, micro_batch(tokens_BT)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(micro_batch, tokens_ABT[0]))
+    (gradient, scalars), _ = jax.lax.scan(add, zeros, tokens_ABT)
+    gradient, scalars = jax.tree.map(lambda leaf: leaf / num_micro_batches, (gradient, scalars))
+    optimizer = optimizer_lib.make_optimizer(config, num_steps)
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    scalars["gradient_norm"] = optax.global_norm(gradient)
+    scalars["learning_rate"] = optimizer_lib.learning_rate(config, num_steps)(state.step)
+    after = TrainState(
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        step=state.step + 1,
+        num_sequences=state.num_sequences + num_micro_batches * batch_size,
+        key=state.key,
+    )
+    return after, scalars

@@ -1,0 +1,43 @@
+"""A tokenizer of its own for a corpus: byte-level byte pair encoding (Sennrich et al. 2016; Radford et al. 2019)."""
+
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jdecode.text import tokenizer as tokenizer_lib
+
+END_OF_TEXT = "<|endoftext|>"
+"""Stands after every document. Token 0."""
+
+LEAST_SIZE = 1 + 256
+"""The end of text, and a token for every byte: whatever the text, it can be written."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizer_lib.Tokenizer:
+    """Learns the merges that shorten the texts most. The same texts give the same tokenizer.
+
+    Args:
+      texts: to learn from.
+      vocab_size: V, entries in all, at least ``LEAST_SIZE``.
+
+    Returns:
+      A tokenizer whose end token is ``END_OF_TEXT`` and which adds no start token. It has fewer entries where the
+      texts are too short for so many merges.
+
+    Raises:
+      ValueError: ``vocab_size`` is too small.
+    """
+    if vocab_size < LEAST_SIZE:
+        raise ValueError(f"vocab_size: expected at least {LEAST_SIZE} (every byte and an end), got {vocab_size}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return tokenizer_lib.Tokenizer(backend, eos_token_ids=(backend.token_to_id(END_OF_TEXT),))
