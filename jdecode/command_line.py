@@ -27,7 +27,7 @@ COUNT_LIMIT = 2**31 - 1  # counts and ids are held in 32 bits
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights, and of cached keys and values
 LATER_DTYPES = ("int8", "fp8")  # named by the flags already, refused by this version
 MOST_NEW_TOKENS = 2**24  # that of jdecode.request, which imports jax; a test holds them together
-REAL_MODEL_HINT = "run a real model with --config smollm2_135m.yaml or --weights FILE.gguf"
+ANY_MODEL_HINT = "run the packaged model with --config gqa_small.yaml, or another with --weights FILE.gguf"
 _SAMPLING_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("temperature", "T", "divides the logits; 0 takes the most likely token"),
     ("top_k", "K", "draw from the K most likely tokens; 0 for all"),
@@ -164,7 +164,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
       ValueError, FileNotFoundError: one line that says what was expected, what was got and what to do.
     """
     if arguments.config is None and arguments.weights is None:
-        raise ValueError(f"no model: expected --config or --weights, got neither; {REAL_MODEL_HINT}")
+        raise ValueError(f"no model: expected --config or --weights, got neither; {ANY_MODEL_HINT}")
     if arguments.weights == "":
         raise ValueError("--weights: expected a folder, a .gguf file or a hub id, got an empty text")
     if arguments.config is None:
@@ -174,7 +174,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
     source = arguments.weights or run.weights
     if source is None:
         reason = run.no_weights or "it names no weights"
-        raise ValueError(f"config {run.name}: {reason}, so there is nothing to run; {REAL_MODEL_HINT}")
+        raise ValueError(f"config {run.name}: {reason}, so there is nothing to run; {ANY_MODEL_HINT}")
     run = dataclasses.replace(
         run,
         sampling=_sampling(arguments, run.sampling),

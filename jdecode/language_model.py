@@ -270,7 +270,8 @@ def load(
     """Loads a language model.
 
     Args:
-      source: a folder with ``config.json`` and safetensors, a ``.gguf`` file, or a hub id (``owner/name``).
+      source: the name of a packaged model (``"gqa_small"``), a folder with ``config.json`` and safetensors or Orbax
+        parameters, a ``.gguf`` file, or a hub id (``owner/name``).
       dtype: of parameters and computation: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is float32 on a
         CPU and bfloat16 elsewhere.
       mesh: devices to spread the model over; ``None`` for the default one.

@@ -25,8 +25,8 @@ _EPILOG = """examples:
   python -m jdecode.train --config gqa_draft.yaml --output runs/draft --distill runs/small/model
   python -m jdecode.train --config mine.yaml --output runs/mine --corpus FOLDER --suffix .txt --suffix .md
 
-A run's folder holds `checkpoints` and, in the end, `model`: weights, tokenizer, record, card and a picture of the losses
-(with jdecode[plot]). `python -m jdecode.generate --weights runs/small/model` writes with it.
+A run's folder holds `checkpoints` and, in the end, `model`: weights, tokenizer, record, card and a picture of the
+losses (with jdecode[plot]). `python -m jdecode.generate --weights runs/small/model` writes with it.
 """
 
 

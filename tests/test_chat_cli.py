@@ -82,9 +82,9 @@ def test_terminal_says_what_is_wrong_and_goes_on(lm, capsys, monkeypatch: pytest
 
 
 def test_config_without_weights_is_refused(lm, capsys):
-    assert chat.main(["--config", "gqa_small.yaml"]) == 2
+    assert chat.main(["--config", "llama3_8b.yaml"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("jdecode.chat: error: config gqa_small: its weights do not exist yet")
+    assert err.startswith("jdecode.chat: error: config llama3_8b: it holds shapes for planning")
     assert lm.calls == []
 
 

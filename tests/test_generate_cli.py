@@ -221,7 +221,7 @@ def test_bad_flag_is_one_line_before_the_weights_are_read(lm, capsys, flags: str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "no model: expected --config or --weights, got neither; run a real model with"),
+        ("", "no model: expected --config or --weights, got neither; run the packaged model with"),
         ("--weights w", "no prompt: give --prompt, --prompt-file, --prompt-ids or --chat"),
         ("--weights w --prompt-file no/such/file", "no/such/file: No such file or directory"),
         ("--weights w --prompt-file /", "/: Is a directory"),
@@ -256,7 +256,6 @@ def test_unknown_config_key_names_the_nearest(lm, tmp_path: pathlib.Path, capsys
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gqa_small.yaml", "its weights do not exist yet"),
         ("llama3_8b.yaml", "it holds shapes for planning"),
         ("llama3_70b.yaml", "it holds shapes for planning"),
     ],
@@ -266,7 +265,7 @@ def test_config_without_weights_is_refused_and_names_a_real_model(lm, capsys, na
     stem = name.removesuffix(".yaml")
     assert line == (
         f"config {stem}: {reason}, so there is nothing to run; "
-        "run a real model with --config smollm2_135m.yaml or --weights FILE.gguf"
+        "run the packaged model with --config gqa_small.yaml, or another with --weights FILE.gguf"
     )
     assert lm.calls == []
 

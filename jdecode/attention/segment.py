@@ -76,9 +76,7 @@ class Segment:
     is_block: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def whole_segment(
-    k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array, *, is_block: bool = False
-) -> Segment:
+def whole_segment(k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array, *, is_block: bool = False) -> Segment:
     """Makes a segment of arrays, all of whose slots may be visible."""
     return Segment(
         keys=ArrayRows(data_BSKH=k_BSKH),

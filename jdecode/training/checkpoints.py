@@ -61,10 +61,10 @@ class Checkpoints:
     def read_record(self) -> dict[str, Any]:
         """Returns the record of the latest checkpoint."""
         args = ocp.args.Composite(record=ocp.args.JsonRestore())
-        return self._manager.restore(self.latest_step, args=args).record
+        return self._manager.restore(self.latest_step, args=args)["record"]
 
     def restore(self, like: train_state.TrainState) -> train_state.TrainState:
         """Returns the state of the latest checkpoint, on the devices of ``like``, whose arrays are not read."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(self.latest_step, args=args).state
+        return self._manager.restore(self.latest_step, args=args)["state"]

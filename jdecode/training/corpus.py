@@ -83,8 +83,8 @@ def read(config: train_config.CorpusConfig) -> Corpus:
     if not train or not held_out:
         raise ValueError(
             f"corpus: expected files with text on both sides of the split, got {len(train)} to train on and "
-            f"{len(held_out)} held out, of {', '.join(config.suffixes)} in {folder}; give more files, other suffixes or "
-            "another held_out_share"
+            f"{len(held_out)} held out, of {', '.join(config.suffixes)} in {folder}; give more files, other suffixes "
+            "or another held_out_share"
         )
     return Corpus(description=description, train=train, held_out=held_out)
 

@@ -14,7 +14,9 @@ MODEL_FOLDER = "model"
 """Below the folder of a run."""
 
 
-def export(task: loop_lib.Task, params: Any, losses: dict[str, Any], folder: pathlib.Path, command: str) -> dict[str, Any]:
+def export(
+    task: loop_lib.Task, params: Any, losses: dict[str, Any], folder: pathlib.Path, command: str
+) -> dict[str, Any]:
     """Writes the model, and judges what was written on all held-out text.
 
     Args:

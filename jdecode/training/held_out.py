@@ -67,11 +67,11 @@ class HeldOutLoss:
         return self.nats / math.log(2) / self.num_bytes
 
 
-def pieces(documents: Sequence[Sequence[int]], sequence_len: int, end_token_id: int) -> list[Piece]:
+def pieces(documents: Sequence[np.ndarray], sequence_len: int, end_token_id: int) -> list[Piece]:
     """Cuts documents for judging.
 
     Args:
-      documents: ids, each with its end token.
+      documents: int ids, each with its end token.
       sequence_len: T.
       end_token_id: stands before a document's first token, as it does in training.
     """

@@ -165,7 +165,9 @@ def batch(task: Task, key: jax.Array, num_sequences: int) -> np.ndarray:
     count = config.sequences_a_step
     step = num_sequences // count
     num_written = 0 if task.teacher_stream is None else round(config.distill.generated_share * count)
-    rows = [task.stream.sequences(key, step * (count - num_written), count - num_written)] if num_written < count else []
+    rows = (
+        [task.stream.sequences(key, step * (count - num_written), count - num_written)] if num_written < count else []
+    )
     if task.teacher_stream is not None and num_written:
         rows.append(task.teacher_stream.sequences(key, step * num_written, num_written))
     return np.concatenate(rows).reshape(config.accumulation_steps, config.batch_size, config.sequence_len + 1)
@@ -179,7 +181,9 @@ def check_folder(folder: pathlib.Path, resume: bool) -> None:
     """
     has_run = (folder / checkpoints.FOLDER).is_dir() and any((folder / checkpoints.FOLDER).iterdir())
     if has_run and not resume:
-        raise ValueError(f"{folder}: expected a folder without a run, got one with checkpoints; resume it, or give another")
+        raise ValueError(
+            f"{folder}: expected a folder without a run, got one with checkpoints; resume it, or give another"
+        )
     if resume and not has_run:
         raise ValueError(f"{folder}: expected a run to resume, got no checkpoint in it; start it without --resume")
 
@@ -273,9 +277,7 @@ def _entry(task: Task, step: int, scalars: Sequence[dict[str, jax.Array]]) -> di
 
 
 def _look(task: Task, state: train_state.TrainState, step: int) -> dict[str, float]:
-    loss = held_out.evaluate(
-        task.model, state.params, held_out.some(task.judged, LOOK_PIECES), task.token_num_bytes
-    )
+    loss = held_out.evaluate(task.model, state.params, held_out.some(task.judged, LOOK_PIECES), task.token_num_bytes)
     return {
         "step": step,
         "tokens": step * task.config.sequences_a_step * task.config.sequence_len,

@@ -30,8 +30,8 @@ def text(record: Mapping[str, Any]) -> str:
         "| | |",
         "|---|---|",
         f"| Parameters | {final['num_parameters']:,}, stored in {final['weight_dtype']} |",
-        f"| Shape | {len(windows)} layers ({rings}), width {model['hidden_size']}, {model['num_heads']} query heads over "
-        f"{model['num_kv_heads']} key/value heads of width {model['head_dim']}, vocabulary {model['vocab_size']} |",
+        f"| Shape | {len(windows)} layers ({rings}), width {model['hidden_size']}, {model['num_heads']} query heads "
+        f"over {model['num_kv_heads']} key/value heads of width {model['head_dim']}, {model['vocab_size']:,} tokens |",
         f"| Data | {corpus['description']}: {corpus['train_files']} files, {corpus['train_bytes']:,} bytes, "
         f"{corpus['train_tokens']:,} tokens (`{'`, `'.join(config['corpus']['suffixes'])}`) |",
         f"| Held out | {corpus['held_out_files']} files, {corpus['held_out_bytes']:,} bytes, chosen by a hash of their "
@@ -46,8 +46,8 @@ def text(record: Mapping[str, Any]) -> str:
         f"| Held-out loss | {final['nats_a_token']:.3f} nats a token, perplexity {final['perplexity']:.2f}, "
         f"**{final['bits_per_byte']:.3f} bits a byte** |",
         "",
-        f"All losses are in `training.json`. The model was trained on texts of up to {config['sequence_len']:,} tokens; "
-        "what it writes beyond that is not to be trusted.",
+        "All losses are in `training.json`. The model was trained on texts of up to "
+        f"{config['sequence_len']:,} tokens; what it writes beyond that is not to be trusted.",
     ]
     if config["limits"]:
         lines += ["", "## Limits", "", config["limits"].strip()]
@@ -63,5 +63,6 @@ def _teacher(teacher: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     share = distill["generated_share"] if teacher["generated_tokens"] else 0
     return (
         f"{teacher['name']}: divergence from its distributions at temperature {distill['temperature']:g}, weight "
-        f"{distill['teacher_share']:g}; {teacher['generated_tokens']:,} tokens of its own text, {share:.0%} of each batch"
+        f"{distill['teacher_share']:g}; {teacher['generated_tokens']:,} tokens of its own text, {share:.0%} of each "
+        "batch"
     )

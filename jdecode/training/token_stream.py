@@ -1,9 +1,9 @@
 """Batches by number: which sequences a step reads follows from a key and a count alone.
 
 An epoch shuffles the documents, joins them, cuts the whole into sequences of T + 1 tokens (the last token of one is the
-first of the next, so that each token is predicted once) from a random first place on, and shuffles the sequences. All of
-this is drawn from a generator seeded by the key and the epoch's number. Nothing is consumed in order, so a run that resumes at sequence 1,234 reads
-what it would have read without the pause.
+first of the next, so that each token is predicted once) from a random first place on, and shuffles the sequences. All
+of this is drawn from a generator seeded by the key and the epoch's number. Nothing is consumed in order, so a run that
+resumes at sequence 1,234 reads what it would have read without the pause.
 """
 
 import functools

@@ -21,7 +21,10 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def _check_share(name: str, value: float, *, low: float = 0.0, high: float = 1.0) -> None:
-    _check(math.isfinite(value) and low <= value <= high, f"{name}: expected a number from {low:g} to {high:g}, got {value!r}")
+    _check(
+        math.isfinite(value) and low <= value <= high,
+        f"{name}: expected a number from {low:g} to {high:g}, got {value!r}",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

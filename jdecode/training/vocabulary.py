@@ -8,7 +8,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jdecode.text import tokenizer as tokenizer_lib
 
 END_OF_TEXT = "<|endoftext|>"
-"""Stands after every document. Token 0."""
+"""Stands after every document."""
+
+END_OF_TEXT_ID = 0
+"""Its id: special tokens come first."""
 
 LEAST_SIZE = 1 + 256
 """The end of text, and a token for every byte: whatever the text, it can be written."""
@@ -40,4 +43,4 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizer_lib.Toke
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return tokenizer_lib.Tokenizer(backend, eos_token_ids=(backend.token_to_id(END_OF_TEXT),))
+    return tokenizer_lib.Tokenizer(backend, eos_token_ids=(END_OF_TEXT_ID,))

@@ -14,7 +14,7 @@ import numpy as np
 from jdecode import config
 from jdecode.models import families, parameter_shapes
 from jdecode.text import tokenizer as tokenizer_lib
-from jdecode.weights import gguf_file, hub, json_file, safetensors_folder, stored_tensor
+from jdecode.weights import gguf_file, hub, json_file, packaged, safetensors_folder, stored_tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ def open_checkpoint(source: str | pathlib.Path) -> Checkpoint:
     """Opens a checkpoint without reading its weights.
 
     Args:
-      source: a folder with ``config.json`` and safetensors, a ``.gguf`` file, or a hub id (``owner/name``) when no
-        such path exists.
+      source: the name of a packaged model, a folder with ``config.json`` and safetensors, a ``.gguf`` file, or a hub
+        id (``owner/name``) when no such path exists.
 
     Returns:
       The checkpoint.
@@ -67,7 +67,7 @@ def open_checkpoint(source: str | pathlib.Path) -> Checkpoint:
     Raises:
       ValueError: one line that says what was expected, what was found, and what to do.
     """
-    path = pathlib.Path(source).expanduser()
+    path = packaged.find(source) or pathlib.Path(source).expanduser()
     try:
         path.stat()
     except OSError as error:
@@ -83,7 +83,8 @@ def open_checkpoint(source: str | pathlib.Path) -> Checkpoint:
     if isinstance(source, str) and hub.is_id(source):
         return _open_folder(hub.fetch(source))
     raise ValueError(
-        f"{path}: expected a folder, a .gguf file or a hub id (owner/name), got a path that does not exist"
+        f"{path}: expected a folder, a .gguf file, a hub id (owner/name) or a packaged model "
+        f"({', '.join(packaged.names())}), got a path that does not exist"
     )
 
 
