@@ -206,26 +206,28 @@ def load_model(chosen: Settings) -> "language_model.LanguageModel":
 
     mesh_config = None if chosen.run.mesh == config.MeshConfig() else chosen.run.mesh
     lm = language_model.load(chosen.source, dtype=chosen.weight_dtype, mesh=mesh_config)
-    if chosen.run.architecture is not None:
-        _check_architecture(chosen, lm.config)
+    difference = chosen.run.architecture and architecture_difference(chosen.run.architecture, lm.config)
+    if difference:
+        raise ValueError(
+            f"--weights {chosen.source}: config {chosen.run.name} expected {difference}; "
+            "leave out --config, or give the config of these weights"
+        )
     return lm
 
 
-def _check_architecture(chosen: Settings, got: config.ModelConfig) -> None:
-    """Refuses weights of another architecture than the config's; ``max_positions`` is information and may differ."""
-    expected = chosen.run.architecture
+def architecture_difference(expected: config.ModelConfig, got: config.ModelConfig) -> str | None:
+    """Says in words what was expected and what was got where two architectures differ, ``None`` where they do not.
+
+    ``max_positions`` is information and may differ.
+    """
     for field in dataclasses.fields(config.ModelConfig):
-        if field.name == "max_positions":
-            continue
         theirs, ours = getattr(got, field.name), getattr(expected, field.name)
-        if not _alike(theirs, ours):
-            words = f"{field.name} {ours}, got {theirs}"
-            if field.name == "layers":
-                words = f"other layers than the {len(theirs)} of the weights"
-            raise ValueError(
-                f"--weights {chosen.source}: config {chosen.run.name} expected {words}; "
-                "leave out --config, or give the config of these weights"
-            )
+        if field.name == "max_positions" or _alike(theirs, ours):
+            continue
+        if field.name == "layers":
+            return f"other layers than the {len(theirs)} of the weights"
+        return f"{field.name} {ours}, got {theirs}"
+    return None
 
 
 def _alike(first: Any, second: Any) -> bool:

@@ -51,12 +51,14 @@ def build_parser() -> command_line.ArgumentParser:
 def _config(arguments: argparse.Namespace) -> train_config.TrainConfig:
     """Lays the flags over the config."""
     config = config_file.load(arguments.config, train_config.TrainConfig, "training")
-    files: dict[str, Any] = {"source": arguments.corpus, "suffixes": arguments.suffix and tuple(arguments.suffix)}
-    run = {"num_steps": arguments.steps, "seed": arguments.seed}
-    files, run = ({name: value for name, value in group.items() if value} for group in (files, run))
-    if arguments.seed is not None:
-        run["seed"] = arguments.seed
+    suffixes = None if arguments.suffix is None else tuple(arguments.suffix)
+    files = _given(source=arguments.corpus, suffixes=suffixes)
+    run = _given(num_steps=arguments.steps, seed=arguments.seed)
     return dataclasses.replace(config, corpus=dataclasses.replace(config.corpus, **files), **run)
+
+
+def _given(**flags: Any) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _tokenizer(
@@ -125,6 +127,25 @@ def _teacher(
     return loop.Teacher(name=arguments.distill, model=lm.model, params=lm.params, texts=texts)
 
 
+def _check_start(
+    arguments: argparse.Namespace,
+    config: train_config.TrainConfig,
+    start: "language_model.LanguageModel",
+    teacher: "language_model.LanguageModel | None",
+) -> None:
+    """Refuses weights to start from that are of another architecture, or whose tokens are not the teacher's."""
+    difference = command_line.architecture_difference(config.architecture, start.config)
+    if difference:
+        raise ValueError(f"--init {arguments.init}: config {config.name} expected {difference}; give its own weights")
+    if teacher is not None and start.tokenizer is not None and teacher.tokenizer is not None:
+        token_id = start.tokenizer.first_difference(teacher.tokenizer)
+        if token_id is not None:
+            raise ValueError(
+                f"--init {arguments.init}: expected the tokens of --distill {arguments.distill}, got another token "
+                f"{token_id}; both models must share one tokenizer"
+            )
+
+
 def _command(arguments: argparse.Namespace) -> str:
     """Returns the command of the run, as one would type it."""
     words = ["python", "-m", NAME, "--config", arguments.config, "--output", arguments.output]
@@ -148,13 +169,17 @@ def _main(argv: Sequence[str] | None) -> None:
     loop.check_folder(folder, arguments.resume)
     start = arguments.init and language_model.load(arguments.init, dtype="float32")
     taught_by = arguments.distill and language_model.load(arguments.distill, dtype="float32")
-    if start is not None and start.config != config.architecture:
-        raise ValueError(f"--init {arguments.init}: expected weights of the config's architecture, got another one")
+    if start:
+        _check_start(arguments, config, start, taught_by or None)
     source = taught_by or start or (config.tokenizer and language_model.load(config.tokenizer))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(config, files, folder, source or None, arguments.resume)
     teacher = _teacher(arguments, config, files, folder, taught_by) if taught_by else None
     task = loop.make_task(config, files, tokenizer, teacher, arguments.init)
+    _say(
+        f"{len(files.train)} files, {task.stream.num_tokens} tokens to learn from; {config.num_steps} steps of "
+        f"{config.sequences_a_step * config.sequence_len} tokens"
+    )
     params, losses = loop.fit(
         task, folder, init_params=start.params if start else None, resume=arguments.resume, say=_say
     )

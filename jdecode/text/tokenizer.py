@@ -175,6 +175,17 @@ class Tokenizer:
         self._check_id(token_id, "token id")
         return token_id in self.special_ids
 
+    def first_difference(self, other: "Tokenizer") -> int | None:
+        """Returns the lowest id that stands for another string, or for none, in ``other``; ``None`` if there is none."""
+        for token_id in range(max(self.vocab_size, other.vocab_size)):
+            strings = [
+                tokenizer.token_string(token_id) if token_id < tokenizer.vocab_size else None
+                for tokenizer in (self, other)
+            ]
+            if strings[0] != strings[1]:
+                return token_id
+        return None
+
     def save(self, folder: str | Path) -> None:
         """Writes ``tokenizer.json`` and ``tokenizer_config.json``, which ``from_folder`` and Hugging Face read.
 

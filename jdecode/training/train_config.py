@@ -168,7 +168,8 @@ class TrainConfig:
         )
         _check(
             self.optimizer.warmup_steps < self.num_steps,
-            f"warmup_steps: expected fewer than num_steps {self.num_steps}, got {self.optimizer.warmup_steps}",
+            f"warmup_steps: expected fewer than num_steps {self.num_steps}, got {self.optimizer.warmup_steps}; give "
+            "more steps or a shorter warm-up",
         )
 
     @property

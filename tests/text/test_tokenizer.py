@@ -39,6 +39,18 @@ def test_attributes(byte_level: tokenizer_lib.Tokenizer) -> None:
     assert not byte_level.is_special(269)  # <think>: added, but text
 
 
+def test_first_difference() -> None:
+    def with_tokens(*more: str) -> tokenizer_lib.Tokenizer:
+        backend = conftest.byte_level_backend()  # ids 0 to 269
+        backend.add_tokens(list(more))
+        return tokenizer_lib.Tokenizer(backend)
+
+    assert with_tokens().first_difference(with_tokens()) is None
+    assert with_tokens("<a>", "<b>").first_difference(with_tokens("<a>", "<c>")) == 271
+    assert with_tokens("<a>").first_difference(with_tokens()) == 270  # one has more
+    assert with_tokens().first_difference(with_tokens("<a>")) == 270
+
+
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 @hypothesis.given(text=TEXTS)
 @SETTINGS
