@@ -101,12 +101,36 @@ def standard_error(texts: Sequence[Rounds]) -> float:
 
     It is that of a ratio of means, to first order (Cochran 1977, section 2.11). NaN for fewer than two texts.
     """
+    return _root_of_sum(_influences(texts))
+
+
+def difference(texts: Sequence[Rounds], others: Sequence[Rounds]) -> tuple[float, float]:
+    """Compares two drafts along the same texts.
+
+    Args:
+      texts: rounds of one draft.
+      others: rounds of another, text by text.
+
+    Returns:
+      Accepted tokens a round of the first less those of the second, and the standard error of that for independent
+      texts: far under that of either where texts are easy or hard for both.
+    """
+    pairs = zip(_influences(texts), _influences(others), strict=True)
+    error = _root_of_sum([first - second for first, second in pairs])
+    return total(texts).accepted_a_round - total(others).accepted_a_round, error
+
+
+def _influences(texts: Sequence[Rounds]) -> list[float]:
+    """Returns, to first order, how far each text moves the ratio of sums."""
     whole = total(texts)
-    if len(texts) < 2 or not whole.num_rounds:
+    ratio = whole.accepted_a_round
+    return [_ratio(text.num_accepted - ratio * text.num_rounds, whole.num_rounds) for text in texts]
+
+
+def _root_of_sum(influences: Sequence[float]) -> float:
+    if len(influences) < 2:
         return math.nan
-    residuals = [text.num_accepted - whole.accepted_a_round * text.num_rounds for text in texts]
-    spread = math.fsum(residual**2 for residual in residuals) * len(texts) / (len(texts) - 1)
-    return math.sqrt(spread) / whole.num_rounds
+    return math.sqrt(math.fsum(value**2 for value in influences) * len(influences) / (len(influences) - 1))
 
 
 def _ratio(count: float, of: float) -> float:

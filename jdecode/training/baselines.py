@@ -1,7 +1,7 @@
 """What simple means need for held-out files, in bits a byte: the measure that a language model has to beat.
 
 - ``xz -9e`` of the files: repetition inside them.
-- The same behind the training files: also what was said before, word for word. Its window holds 64 MiB.
+- The same after the training files: also what they said before, word for word, as far as a window of 64 MiB reaches.
 - Byte counts of the training files: the law of a byte given the three before it, and no knowledge of the file.
 
 All of it runs on the host and is deterministic.
@@ -54,7 +54,7 @@ def baselines(train: Sequence[bytes], held_out: Sequence[bytes]) -> list[Baselin
     num_bytes = sum(len(content) for content in held_out)
     bits = {
         "xz -9e": 8 * xz_num_bytes(b"".join(held_out)),
-        "xz -9e behind the training files": 8 * xz_num_bytes_behind(b"".join(train), b"".join(held_out)),
+        "xz -9e after the training files": 8 * xz_num_bytes_after(b"".join(train), b"".join(held_out)),
         f"order-{ORDER} byte counts of the training files": byte_count_bits(train, held_out),
     }
     return [Baseline(name=name, num_bits=float(value), num_bytes=num_bytes) for name, value in bits.items()]
@@ -65,7 +65,7 @@ def xz_num_bytes(content: bytes) -> int:
     return len(lzma.compress(content, format=lzma.FORMAT_XZ, preset=_PRESET))
 
 
-def xz_num_bytes_behind(before: bytes, content: bytes) -> int:
+def xz_num_bytes_after(before: bytes, content: bytes) -> int:
     """Returns what ``content`` adds to the length of ``before`` under ``xz -9e``."""
     return xz_num_bytes(before + content) - xz_num_bytes(before)
 

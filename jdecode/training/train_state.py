@@ -64,7 +64,6 @@ def init_params(model: transformer.Transformer, key: jax.Array) -> Any:
     return nn.meta.unbox(jax.jit(model.init)(key, tokens_BT))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def train_step(
     objective: objective_lib.Objective,
     config: train_config.OptimizerConfig,
@@ -85,18 +84,34 @@ def train_step(
       The state after the step, and float32 scalars: ``loss``, what the objective records, ``gradient_norm`` (before
       clipping) and ``learning_rate`` of this step.
     """
-    num_micro_batches, batch_size = tokens_ABT.shape[:2]
+    total = None
+    # A loop on the host: XLA's CPU backend runs what is inside a loop of its own on fewer threads.
+    for tokens_BT in tokens_ABT:
+        total = _add_gradient(objective, state.params, teacher_params, tokens_BT, total)
+    return _update(config, num_steps, state, total, *tokens_ABT.shape[:2])
 
-    def micro_batch(tokens_BT: jax.Array):
-        (loss, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(state.params, teacher_params, tokens_BT)
-        return gradient, {"loss": loss, **scalars}
 
-    def add(total, tokens_BT: jax.Array):
-        return jax.tree.map(jnp.add, total, micro_batch(tokens_BT)), None
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _add_gradient(
+    objective: objective_lib.Objective, params: Any, teacher_params: Any, tokens_BT: jax.Array, total: Any
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Returns a micro-batch's gradient and scalars, added to ``total`` (donated) where it is not ``None``."""
+    (loss, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(params, teacher_params, tokens_BT)
+    result = gradient, {"loss": loss, **scalars}
+    return result if total is None else jax.tree.map(jnp.add, total, result)
 
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(micro_batch, tokens_ABT[0]))
-    (gradient, scalars), _ = jax.lax.scan(add, zeros, tokens_ABT)
-    gradient, scalars = jax.tree.map(lambda leaf: leaf / num_micro_batches, (gradient, scalars))
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+def _update(
+    config: train_config.OptimizerConfig,
+    num_steps: int,
+    state: TrainState,
+    total: Any,
+    num_micro_batches: int,
+    batch_size: int,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Takes the optimiser's step with the mean of the micro-batches' gradients."""
+    gradient, scalars = jax.tree.map(lambda leaf: leaf / num_micro_batches, total)
     optimizer = optimizer_lib.make_optimizer(config, num_steps)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     scalars["gradient_norm"] = optax.global_norm(gradient)
