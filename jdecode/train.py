@@ -107,8 +107,8 @@ def _teacher(
             texts = np.split(stored["tokens"], stored["ends"][:-1])
     elif distill.generated_tokens and distill.generated_share:
 
-        def generate(prompts: list[list[int]], max_new_tokens: int, seed: int) -> Sequence[Sequence[int]]:
-            sampling = SamplingConfig(temperature=distill.generated_temperature, seed=seed)
+        def generate(prompts: list[list[int]], max_new_tokens: int, seeds: Sequence[int]) -> Sequence[Sequence[int]]:
+            sampling = [SamplingConfig(temperature=distill.generated_temperature, seed=seed) for seed in seeds]
             result = lm.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
             return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)]
 

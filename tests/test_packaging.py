@@ -1,7 +1,9 @@
-"""What is shipped: dependencies by lower bounds, the configs in the wheel, and no jax for who only asks for help."""
+"""What is shipped: dependencies by lower bounds, configs and models in the wheel, no jax for who only asks for help."""
 
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -26,7 +28,7 @@ def test_package_without_a_front_door_imports_no_jax():
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_configs_and_finds_them(tmp_path: pathlib.Path):
+def test_wheel_holds_configs_and_models_and_runs_from_an_empty_folder(tmp_path: pathlib.Path):
     pytest.importorskip("hatchling", reason="hatchling is not installed: pip install 'jdecode[test]'")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], capture_output=True, text=True)
@@ -35,7 +37,12 @@ def test_wheel_holds_the_configs_and_finds_them(tmp_path: pathlib.Path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "installed")
-    assert {f"jdecode/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= names
+    configs = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert {f"jdecode/{path}" for path in configs} <= names and pathlib.Path(
+        "configs/training/gqa_small.yaml"
+    ) in configs
+    models = {str(path.relative_to(ROOT)) for path in (ROOT / "jdecode/pretrained").rglob("*") if path.is_file()}
+    assert models <= names and "jdecode/pretrained/gqa_small/model.safetensors" in models
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "jdecode").rglob("*.py")} <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "configs/"))]
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -44,15 +51,25 @@ def test_wheel_holds_the_configs_and_finds_them(tmp_path: pathlib.Path):
         "import pathlib, jdecode\nfrom jdecode import config_file\n"
         "assert 'installed' in jdecode.__file__, jdecode.__file__\n"
         "print(config_file.find('gqa_small.yaml').relative_to(pathlib.Path(jdecode.__file__).parent.resolve()))\n"
-        "print(len(config_file.available()))\n"
+        "print(len(config_file.available()), len(config_file.available('training')))\n"
     )
-    (tmp_path / "elsewhere").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path / "elsewhere",
-        env={"PYTHONPATH": str(tmp_path / "installed")},
-        capture_output=True,
-        text=True,
-    )
+    done = _run_installed(tmp_path, ["-c", program])
+    counts = [str(len(list((ROOT / folder).glob("*.yaml")))) for folder in ("configs", "configs/training")]
+    assert done.stdout.split() == ["configs/gqa_small.yaml", *counts]
+
+    flags = ["--config", "gqa_small.yaml", "--temperature", "0", "--max-new-tokens", "5"]
+    done = _run_installed(tmp_path, ["-m", "jdecode.generate", *flags, "--prompt", "def read_file(path):"])
+    assert done.stdout.startswith("def read_file(path):\n    ")
+
+
+def _run_installed(folder: pathlib.Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs Python in an empty folder, where only the unpacked wheel and its dependencies can be imported."""
+    empty = folder / "empty"
+    shutil.rmtree(empty, ignore_errors=True)
+    empty.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(folder / "installed")}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["configs/gqa_small.yaml", str(len(list((ROOT / "configs").glob("*.yaml"))))]
+    assert not list(empty.iterdir())
+    return done

@@ -57,8 +57,9 @@ def accept_probabilities(
     if not all(len(prompt) for prompt in prompts):
         raise ValueError("prompts: expected at least one token in each, got an empty one")
     rows = [[*prompt, *written] for prompt, written in zip(prompts, continuations, strict=True)]
-    if not all(0 <= idx < vocab_size for row in rows for idx in row):
-        raise ValueError(f"token ids: expected 0 to {vocab_size - 1}, got others")
+    for idx in {idx for row in rows for idx in row}:
+        if not 0 <= idx < vocab_size:
+            raise ValueError(f"token ids: expected 0 to {vocab_size - 1}, got {idx}")
     width = max((len(row) for row in rows), default=0)
     batch_size = max(min(SCORES_IN_MEMORY // (2 * max(width, 1) * vocab_size), len(rows)), 1)
     num_new = max((len(written) for written in continuations), default=0)

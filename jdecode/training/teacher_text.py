@@ -13,8 +13,9 @@ PROMPT_LEN = 48
 
 BATCH_SIZE = 32
 
-Generate = Callable[[list[list[int]], int, int], Sequence[Sequence[int]]]
-"""``generate(prompts, max_new_tokens, seed)`` returns the new ids of each prompt."""
+Generate = Callable[[list[list[int]], int, Sequence[int]], Sequence[Sequence[int]]]
+"""``generate(prompts, max_new_tokens, seeds)`` returns the new ids of each prompt, drawn by a seed of its own: with one
+seed for all, prompts of one length would be continued by the same draws."""
 
 
 def write(
@@ -48,12 +49,13 @@ def write(
         raise ValueError(f"corpus: expected at least {PROMPT_LEN} tokens to take prompts from, got {len(tokens)}")
     rng = np.random.default_rng(seed)
     texts: list[np.ndarray] = []
-    written, batch_idx = 0, 0
+    written = 0
     with tqdm.tqdm(total=num_tokens, unit="token", desc="teacher", disable=is_quiet) as progress:
         while written < num_tokens:
             starts = rng.integers(len(tokens) - PROMPT_LEN + 1, size=BATCH_SIZE)
             prompts = [tokens[start : start + PROMPT_LEN].tolist() for start in starts]
-            rows = generate(prompts, text_len - PROMPT_LEN, seed + batch_idx)
+            seeds = [int(number) for number in rng.integers(2**63, size=BATCH_SIZE)]
+            rows = generate(prompts, text_len - PROMPT_LEN, seeds)
             new = sum(len(row) for row in rows)
             for prompt, row in zip(prompts, rows, strict=True):
                 ids = [*prompt, *row]
@@ -61,6 +63,5 @@ def write(
             if not new:
                 raise ValueError("teacher: expected new tokens, got none for any prompt; is it a trained model?")
             written += new
-            batch_idx += 1
             progress.update(new)
     return texts

@@ -114,7 +114,7 @@ def _update(
     gradient, scalars = jax.tree.map(lambda leaf: leaf / num_micro_batches, total)
     optimizer = optimizer_lib.make_optimizer(config, num_steps)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-    scalars["gradient_norm"] = optax.global_norm(gradient)
+    scalars["gradient_norm"] = optax.tree.norm(gradient)
     scalars["learning_rate"] = optimizer_lib.learning_rate(config, num_steps)(state.step)
     after = TrainState(
         params=optax.apply_updates(state.params, updates),

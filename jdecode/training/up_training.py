@@ -154,6 +154,8 @@ def _run_config(
 ) -> train_config.TrainConfig:
     # Without a step the config is that of the judging only, and must be a valid one all the same.
     steps = max(num_steps, 1)
+    if not num_steps:
+        optimizer = train_config.OptimizerConfig(warmup_steps=0)
     return train_config.TrainConfig(
         name="up-training",
         architecture=model,

@@ -1,1 +1,1 @@
-"""Checkpoints: reading Hugging Face folders, hub ids and GGUF files, and writing Hugging Face folders."""
+"""Checkpoints: reading Hugging Face and Orbax folders, hub ids and GGUF files, writing such folders, pooling heads."""

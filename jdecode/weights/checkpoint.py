@@ -1,20 +1,21 @@
 """A checkpoint that has been opened but not loaded: its configuration, tokens, and where each parameter lies.
 
-Both formats become one thing here, so that everything after it (loading, placing, checking) is written once.
+All formats become one thing here, so that everything after it (loading, placing, checking) is written once.
 """
 
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jdecode import config
 from jdecode.models import families, parameter_shapes
+from jdecode.models.families import family as family_lib
 from jdecode.text import tokenizer as tokenizer_lib
-from jdecode.weights import gguf_file, hub, json_file, packaged, safetensors_folder, stored_tensor
+from jdecode.weights import gguf_file, hub, json_file, orbax_folder, packaged, safetensors_folder, stored_tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,6 +24,10 @@ _GGUF_STOP_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 # Tensors of files that hold no weight: rope frequencies, which follow from the configuration.
 _BUFFER_SUFFIXES = (".rotary_emb.inv_freq",)
+
+_HEAD_NAME = "lm_head.weight"  # in Hugging Face files
+
+_Tensor = TypeVar("_Tensor", bound=stored_tensor.SourceTensor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,7 @@ class Checkpoint:
 
     source: pathlib.Path
     config: config.ModelConfig
-    parameters: Mapping[str, stored_tensor.StoredTensor]
+    parameters: Mapping[str, stored_tensor.SourceTensor]
     rope_permuted: bool = False
     norm_offset: float = 0.0
     tokenizer: tokenizer_lib.Tokenizer | None = None
@@ -53,13 +58,22 @@ class Checkpoint:
     generation_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def exact_dtype(self) -> str:
+        """The one of ``COMPUTE_DTYPES`` that keeps every number of the files: theirs, where they have but one.
+
+        float32 for files that mix dtypes, and for quantised ones, whose numbers are products of two or more.
+        """
+        names = {tensor.encoding.name for tensor in self.parameters.values()}
+        return names.pop() if len(names) == 1 and names <= set(stored_tensor.COMPUTE_DTYPES) else "float32"
+
 
 def open_checkpoint(source: str | pathlib.Path) -> Checkpoint:
     """Opens a checkpoint without reading its weights.
 
     Args:
-      source: the name of a packaged model, a folder with ``config.json`` and safetensors, a ``.gguf`` file, or a hub
-        id (``owner/name``) when no such path exists.
+      source: the name of a packaged model, a folder with ``config.json`` and safetensors or Orbax parameters, a
+        ``.gguf`` file, or a hub id (``owner/name``) when no such path exists.
 
     Returns:
       The checkpoint.
@@ -102,8 +116,7 @@ def _open_folder(folder: pathlib.Path) -> Checkpoint:
     defaults = json_file.read_object(generation) if generation.exists() else {}
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
     tokenizer = tokenizer_lib.from_folder(folder) if has_tokenizer else None
-    tensors = safetensors_folder.read_headers(folder)
-    parameters, notes = _match(tensors, family.hugging_face_names(model), model, str(folder))
+    parameters, notes = _folder_parameters(folder, family, model)
     # A text model inside another one keeps its token ids inside too.
     texts = [part for part in (values, values.get("text_config")) if isinstance(part, Mapping)]
     bos = _ids([*(part.get("bos_token_id") for part in texts), defaults.get("bos_token_id")], model, str(folder))
@@ -127,6 +140,30 @@ def _open_folder(folder: pathlib.Path) -> Checkpoint:
     )
 
 
+def _folder_parameters(
+    folder: pathlib.Path, family: family_lib.Family, model: config.ModelConfig
+) -> tuple[Mapping[str, stored_tensor.SourceTensor], tuple[str, ...]]:
+    """Finds the tensor of every parameter in a folder, and what is worth a note."""
+    shapes, where = parameter_shapes.parameter_shapes(model), str(folder)
+    if orbax_folder.is_held_by(folder):
+        if any(folder.glob("*.safetensors*")):
+            raise ValueError(
+                f"{folder}: expected safetensors or Orbax parameters in {orbax_folder.NAME}, got both; which of them "
+                f"count is not clear, so remove one"
+            )
+        return _match(orbax_folder.read_table(folder), {path: path for path in shapes}, shapes, where), ()
+    tensors = safetensors_folder.read_headers(folder)
+    spare = [_HEAD_NAME] if model.tie_embeddings else []
+    parameters = _match(tensors, family.hugging_face_names(model), _file_shapes(shapes), where, spare)
+    if model.tie_embeddings and _HEAD_NAME in tensors:
+        return parameters, (_tied_head_note(tensors[_HEAD_NAME], parameters["embedding/weight"], where),)
+    return parameters, ()
+
+
+def _file_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {path: parameter_shapes.file_shape(path, shape) for path, shape in shapes.items()}
+
+
 def _open_gguf(path: pathlib.Path) -> Checkpoint:
     file = gguf_file.read_header(path)
     architecture = file.fields.get("general.architecture")
@@ -140,7 +177,8 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
     float32 = stored_tensor.COMPUTE_DTYPES["float32"]
     model = family.config_from_gguf(file.fields, shapes, lambda name: file.tensors[name].read_as(float32))
     used = {name: tensor for name, tensor in file.tensors.items() if name not in family.gguf_config_tensors}
-    parameters, notes = _match(used, family.gguf_names(model), model, str(path))
+    file_shapes = _file_shapes(parameter_shapes.parameter_shapes(model))
+    parameters = _match(used, family.gguf_names(model), file_shapes, str(path))
     has_tokenizer = "tokenizer.ggml.model" in file.fields
     tokenizer = tokenizer_lib.from_gguf_fields(_tokenizer_fields(file.fields, path)) if has_tokenizer else None
     ids = {name: file.fields.get(f"tokenizer.ggml.{name}") for name in (*_GGUF_STOP_FIELDS, "bos_token_id")}
@@ -155,7 +193,6 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
         tokenizer=tokenizer,
         eos_token_ids=_ids(stops, model, str(path)),
         bos_token_id=_first(tokenizer.bos_token_id if tokenizer is not None else None, *bos),
-        notes=notes,
     )
 
 
@@ -178,37 +215,41 @@ def _tokenizer_fields(fields: Mapping[str, Any], path: pathlib.Path) -> dict[str
 
 
 def _match(
-    tensors: Mapping[str, stored_tensor.StoredTensor],
+    tensors: Mapping[str, _Tensor],
     names: Mapping[str, str],
-    model: config.ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
     where: str,
-) -> tuple[dict[str, stored_tensor.StoredTensor], tuple[str, ...]]:
-    """Gives every parameter its tensor and checks that nothing is missing, left over, or of another shape."""
+    spare: Collection[str] = (),
+) -> dict[str, _Tensor]:
+    """Gives every parameter its tensor and checks that nothing is missing, left over, or of another shape.
+
+    Args:
+      tensors: of the checkpoint, by name.
+      names: path of each parameter to the name of its tensor.
+      shapes: path of each parameter to the shape of its tensor.
+      where: starts the messages.
+      spare: names that may be left over.
+    """
     parameters = {}
-    for path, shape in parameter_shapes.parameter_shapes(model).items():
+    for path, expected in shapes.items():
         if names[path] not in tensors:
             tied = "; the configuration does not tie the head to the embedding" if path.startswith("head/") else ""
             raise ValueError(f"{where}: expected tensor {names[path]!r}, got none{tied}; the checkpoint is incomplete")
         tensor = tensors[names[path]]
-        expected = parameter_shapes.file_shape(path, shape)
         if tensor.shape != expected:
             raise ValueError(
                 f"{where}: tensor {tensor.name!r}: expected shape {expected} by the configuration, got {tensor.shape}; "
                 f"weights and configuration do not belong together"
             )
         parameters[path] = tensor
-    left = sorted(set(tensors) - {tensor.name for tensor in parameters.values()})
+    left = sorted(set(tensors) - {tensor.name for tensor in parameters.values()} - set(spare))
     left = [name for name in left if not name.endswith(_BUFFER_SUFFIXES)]
-    notes = []
-    if model.tie_embeddings and "lm_head.weight" in left:
-        left.remove("lm_head.weight")
-        notes.append(_tied_head_note(tensors["lm_head.weight"], parameters["embedding/weight"], where))
     if left:
         raise ValueError(
             f"{where}: expected only tensors that the model uses, got {', '.join(map(repr, left[:3]))}"
             f"{f' and {len(left) - 3} more' if len(left) > 3 else ''}; the configuration does not describe this model"
         )
-    return parameters, tuple(notes)
+    return parameters
 
 
 def _tied_head_note(head: stored_tensor.StoredTensor, embedding: stored_tensor.StoredTensor, where: str) -> str:

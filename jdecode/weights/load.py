@@ -14,7 +14,7 @@ from jdecode import config
 from jdecode.models import parameter_shapes
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.weights import checkpoint as checkpoint_lib
-from jdecode.weights import stored_tensor
+from jdecode.weights import parameter_tree, stored_tensor
 
 # Parameters whose rows the rope rotates.
 _ROPE_PATHS = ("query/weight", "query/bias", "key/weight", "key/bias")
@@ -54,8 +54,8 @@ def load_weights(
     """Loads a checkpoint.
 
     Args:
-      source: a folder with ``config.json`` and safetensors, a ``.gguf`` file, or a hub id (``owner/name``) when no
-        such path exists.
+      source: as ``checkpoint.open_checkpoint`` takes it: a folder with ``config.json`` and safetensors or Orbax
+        parameters, a ``.gguf`` file, a packaged model, or a hub id.
       dtype: of every parameter: ``float32``, ``bfloat16`` or ``float16``. Quantised tensors are decoded in float32
         and rounded once.
       placement: given the model's configuration, returns a function that places a parameter on devices, given its
@@ -68,9 +68,21 @@ def load_weights(
     Raises:
       ValueError: one line that says what was expected, what was found, and what to do.
     """
-    if dtype not in stored_tensor.COMPUTE_DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(stored_tensor.COMPUTE_DTYPES)}, got {dtype!r}")
-    opened = checkpoint_lib.open_checkpoint(source)
+    check_dtype(dtype)
+    return dataclasses.replace(
+        load_opened(checkpoint_lib.open_checkpoint(source), dtype=dtype, placement=placement), source=str(source)
+    )
+
+
+def load_opened(
+    opened: checkpoint_lib.Checkpoint, *, dtype: str = "float32", placement: Placement | None = None
+) -> LoadedWeights:
+    """Loads a checkpoint that has been opened; the rest is as in ``load_weights``.
+
+    Args:
+      opened: of ``checkpoint.open_checkpoint``.
+    """
+    check_dtype(dtype)
     put = placement(opened.config) if placement else _put_default
     return LoadedWeights(
         config=opened.config,
@@ -79,9 +91,19 @@ def load_weights(
         eos_token_ids=opened.eos_token_ids,
         bos_token_id=opened.bos_token_id,
         generation_defaults=opened.generation_defaults,
-        source=str(source),
+        source=str(opened.source),
         notes=opened.notes,
     )
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuses what is no dtype of parameters.
+
+    Raises:
+      ValueError: one line.
+    """
+    if dtype not in stored_tensor.COMPUTE_DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(stored_tensor.COMPUTE_DTYPES)}, got {dtype!r}")
 
 
 def _put_default(path: str, array: np.ndarray) -> jax.Array:
@@ -104,7 +126,7 @@ def _load_params(opened: checkpoint_lib.Checkpoint, dtype: np.dtype, put: Put) -
             loaded[path] = jax.block_until_ready(put(path, array))
             del array
             bar.update(opened.parameters[path].num_bytes)
-    return _nested({path: loaded[path] for path in shapes})
+    return parameter_tree.nested({path: loaded[path] for path in shapes})
 
 
 def _read(path: str, shape: tuple[int, ...], opened: checkpoint_lib.Checkpoint, dtype: np.dtype) -> np.ndarray:
@@ -133,14 +155,3 @@ def unpermute_rope_rows(array_heads: np.ndarray) -> np.ndarray:
       An array of the same shape: row i of a head is row 2i of the argument, row i + H/2 is row 2i + 1.
     """
     return np.ascontiguousarray(np.concatenate([array_heads[:, 0::2], array_heads[:, 1::2]], axis=1))
-
-
-def _nested(flat: Mapping[str, jax.Array]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree

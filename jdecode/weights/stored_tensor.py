@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -40,6 +41,47 @@ class Encoding:
     def plain(cls, dtype: np.dtype) -> "Encoding":
         """Describes numbers stored one by one."""
         return cls(dtype.name, 1, dtype.itemsize, dtype)
+
+
+class SourceTensor(Protocol):
+    """A tensor of a checkpoint, whatever its format: known by name, shape and encoding, and not read yet.
+
+    Loading needs no more than this. ``read_as`` reads the tensor each time it is called and keeps nothing.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in the checkpoint."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Outermost axis first, as numpy sees it."""
+        ...
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the numbers are stored."""
+        ...
+
+    @property
+    def num_elements(self) -> int:
+        """The count of numbers; 1 for a tensor of rank zero."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the numbers as they are encoded."""
+        ...
+
+    def read_as(self, dtype: np.dtype) -> np.ndarray:
+        """Reads the numbers into one of ``COMPUTE_DTYPES``, rounded to nearest, ties to even.
+
+        Raises:
+          ValueError: one line: an encoding that holds no weights, a number that is not finite or does not fit in
+            ``dtype``, or a damaged file.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,11 +143,8 @@ class StoredTensor:
             or when the file became shorter.
         """
         encoding = self.encoding
-        if encoding.dtype is not None and encoding.name not in COMPUTE_DTYPES:
-            raise ValueError(
-                f"{self.path}: tensor {self.name}: expected float32, bfloat16 or float16, got {encoding.name}; "
-                f"convert the checkpoint"
-            )
+        where = f"{self.path}: tensor {self.name}"
+        check_holds_weights(encoding, where)
         array = _aligned_empty(self.num_elements, dtype)
         # Whole blocks, so that a piece of the file is a piece of the array.
         step = _BLOCK_ELEMENTS // encoding.block_elements * encoding.block_elements
@@ -115,12 +154,12 @@ class StoredTensor:
                 target = array[start : start + step]
                 if encoding.dtype == dtype:
                     self._fill(file, target)
-                    self._check_range(target, dtype)
+                    _check_range(target, dtype, where)
                     continue
                 raw = np.empty(target.size // encoding.block_elements * encoding.block_bytes, np.uint8)
                 self._fill(file, raw)
                 numbers = _decode(raw, encoding)
-                self._check_range(numbers, dtype)
+                _check_range(numbers, dtype, where)
                 target[:] = numbers
         return array.reshape(self.shape)
 
@@ -132,19 +171,57 @@ class StoredTensor:
                 f"{self.path}: tensor {self.name}: expected {view.size} more bytes, got {got}; the file became shorter"
             )
 
-    def _check_range(self, numbers: np.ndarray, dtype: np.dtype) -> None:
-        # Largest and smallest also carry any NaN or infinity, so two passes without a temporary array tell all.
-        peak = max(abs(float(numbers.max())), abs(float(numbers.min())))
-        if not math.isfinite(peak) or math.isnan(float(numbers.max())):
-            raise ValueError(
-                f"{self.path}: tensor {self.name}: expected finite numbers, got NaN or infinity; the file is damaged"
-            )
-        largest = float(ml_dtypes.finfo(dtype).max)
-        if peak > largest:
-            raise ValueError(
-                f"{self.path}: tensor {self.name}: expected numbers up to {largest:g} for {dtype.name}, got {peak:g}; "
-                f"load it as bfloat16 or float32"
-            )
+
+def check_holds_weights(encoding: Encoding, where: str) -> None:
+    """Refuses numbers that are no weights, such as whole ones.
+
+    Args:
+      encoding: of the numbers.
+      where: starts the message.
+
+    Raises:
+      ValueError: the encoding is neither quantised nor one of ``COMPUTE_DTYPES``.
+    """
+    if encoding.dtype is not None and encoding.name not in COMPUTE_DTYPES:
+        raise ValueError(f"{where}: expected float32, bfloat16 or float16, got {encoding.name}; convert the checkpoint")
+
+
+def rounded(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
+    """Rounds numbers into one of ``COMPUTE_DTYPES``, as ``StoredTensor.read_as`` does.
+
+    Args:
+      array: of one of ``COMPUTE_DTYPES``.
+      dtype: of the result.
+      where: what the numbers are, for error lines.
+
+    Returns:
+      An array of the same shape, aligned so that it can become a device array without a copy; ``array`` itself where
+      it is of this dtype.
+
+    Raises:
+      ValueError: a number is not finite or does not fit in ``dtype``.
+    """
+    flat = array.reshape(-1)
+    result = flat if array.dtype == dtype else _aligned_empty(flat.size, dtype)
+    for start in range(0, flat.size, _BLOCK_ELEMENTS):
+        numbers = flat[start : start + _BLOCK_ELEMENTS]
+        _check_range(numbers, dtype, where)
+        if result is not flat:
+            result[start : start + _BLOCK_ELEMENTS] = numbers
+    return result.reshape(array.shape)
+
+
+def _check_range(numbers: np.ndarray, dtype: np.dtype, where: str) -> None:
+    # Largest and smallest also carry any NaN or infinity, so two passes without a temporary array tell all.
+    peak = max(abs(float(numbers.max())), abs(float(numbers.min())))
+    if not math.isfinite(peak) or math.isnan(float(numbers.max())):
+        raise ValueError(f"{where}: expected finite numbers, got NaN or infinity; the file is damaged")
+    largest = float(ml_dtypes.finfo(dtype).max)
+    if peak > largest:
+        raise ValueError(
+            f"{where}: expected numbers up to {largest:g} for {dtype.name}, got {peak:g}; load it as "
+            f"bfloat16 or float32"
+        )
 
 
 def _aligned_empty(num_elements: int, dtype: np.dtype) -> np.ndarray:

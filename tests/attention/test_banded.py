@@ -42,8 +42,8 @@ def _block(k, v, position) -> tuple[segment.Segment, ...]:
     return (segment.whole_segment(jnp.asarray(k), jnp.asarray(v), jnp.asarray(position), is_block=True),)
 
 
-# One band, not full, full, and one token over; three bands; and, with the default band, one shortened by the window.
-SIZES = [(3, 4), (4, 4), (5, 4), (12, 4), (40, banded.BAND_LEN)]
+# One band, not full, full, and one token over; and, with the default band, one, or several shortened by the window.
+SIZES = [(3, 4), (4, 4), (5, 4), (40, banded.BAND_LEN)]
 OPTIONS = [
     {},
     {"window": 1},
@@ -73,7 +73,7 @@ def _gradients(backend, q, k, v, g, query, position, **options):
     return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
-@pytest.mark.parametrize(("T", "band_len"), [(3, 4), (5, 4), (40, banded.BAND_LEN)])
+@pytest.mark.parametrize(("T", "band_len"), [(5, 4), (40, banded.BAND_LEN)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_by_hand(T, band_len, options):
     """Of rows with padding, and of one that sees nothing at all."""
@@ -169,7 +169,7 @@ def test_model_with_a_cache_is_refused(block_len):
     params = tiny_models.random_params(tiny_models.MIXED)
     cache = tiny_models.empty_cache(tiny_models.MIXED, 2, slack=2)
     with pytest.raises(ValueError) as refused:
-        MIXED.apply({"params": params}, jnp.ones((2, block_len), jnp.int32), cache)
+        jax.eval_shape(MIXED.apply, {"params": params}, jnp.ones((2, block_len), jnp.int32), cache)
     assert str(refused.value) == (
         "attention: banded expects a block without a cache, got a cache; use blockwise or reference, which read one"
     )

@@ -1,7 +1,7 @@
 """The contract of attention backends, over every one of ``select.BACKENDS``, against loops in plain Python.
 
-Every backend attends from a block over itself (``attend_block``). All but those of ``BLOCK_ONLY`` also read what a cache
-holds, in any order of slots and in several segments (``attend``).
+Every backend attends from a block over itself (``attend_block``). All but those of ``BLOCK_ONLY`` also read what a
+cache holds, in any order of slots and in several segments (``attend``).
 """
 
 import functools
@@ -323,8 +323,8 @@ def test_order_of_scale_and_cap_in_a_block(attend_block):
     q = jnp.full((1, 2, 1, 2), 10.0)
     k = jnp.asarray([[6.0, 6.0], [0.0, 0.0]])[None, :, None, :]
     v = jnp.asarray([[3.0, 0.0], [0.0, 7.0]])[None, :, None, :]
-    positions = jnp.asarray([[0, 1]], jnp.int32)
-    got = attend_block(q, positions, _block(k, v, positions), scale=0.5, soft_cap=5.0)
+    positions = np.asarray([[0, 1]], np.int32)
+    got = attend_block(q, jnp.asarray(positions), _block(k, v, positions), scale=0.5, soft_cap=5.0)
     share = math.exp(5) / (math.exp(5) + 1)
     np.testing.assert_allclose(got[0, :, 0], [[3, 0], [3 * share, 7 * (1 - share)]], rtol=1e-5)
 
@@ -342,8 +342,8 @@ def test_block_in_half_precision(attend_block, dtype):
     q, k, v = (jnp.asarray(x, dtype) for x in _block_inputs())
     options = {"scale": 0.4, "window": 3, "num_sinks": 2, "soft_cap": 5.0}
     got = attend_block(q, jnp.asarray(BLOCK_QUERIES), _block(k, v), **options)
-    exact = (np.asarray(x, np.float32) for x in (q, k, v))
-    expected = plain_attention.attend(*exact, BLOCK_QUERIES, BLOCK_POSITIONS, **options)
+    exact_q, exact_k, exact_v = (np.asarray(x, np.float32) for x in (q, k, v))
+    expected = plain_attention.attend(exact_q, exact_k, exact_v, BLOCK_QUERIES, BLOCK_POSITIONS, **options)
     assert got.dtype == dtype
     unit = float(jnp.finfo(dtype).eps) / 2
     atol = (5 + 1 + 1) * 3 * unit  # see test_half_precision
