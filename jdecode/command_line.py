@@ -281,13 +281,23 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
-def run(name: str, body: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
+LESS_MEMORY = "a smaller --capacity, --num-samples or --weight-dtype needs less"
+
+
+def run(
+    name: str,
+    body: Callable[[Sequence[str] | None], None],
+    argv: Sequence[str] | None,
+    *,
+    less_memory: str = LESS_MEMORY,
+) -> int:
     """Runs a front door, and returns the exit status (see the module's text).
 
     Args:
       name: of the command, which its errors start with.
       body: parses the arguments, computes and prints.
       argv: arguments; ``None`` for those of the process.
+      less_memory: what to do where memory runs out.
     """
     try:
         for stream in (sys.stdout, sys.stderr):
@@ -309,7 +319,6 @@ def run(name: str, body: Callable[[Sequence[str] | None], None], argv: Sequence[
     except (RuntimeError, MemoryError) as error:
         if os.environ.get(TRACEBACK_VARIABLE) or not _is_out_of_memory(error):
             raise
-        remedy = "a smaller --capacity, --num-samples or --weight-dtype needs less"
-        report(name, f"out of memory; {remedy} ({_one_line(error)[:200]})")
+        report(name, f"out of memory; {less_memory} ({_one_line(error)[:200]})")
         return 2
     return 0

@@ -104,7 +104,6 @@ def _pooled(
     files: corpus.Corpus,
     opened: "checkpoint.Checkpoint",
     dtype: str,
-    scratch: pathlib.Path,
 ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """Returns parameters, configuration and report of the model with fewer heads."""
     from jdecode.training import up_training
@@ -125,7 +124,6 @@ def _pooled(
         optimizer=optimizer,
         seed=arguments.seed or 0,
         dtype=dtype,
-        folder=scratch / "up_training",
         say=_say,
     )
 
@@ -162,7 +160,7 @@ def _main(argv: Sequence[str] | None) -> None:
         if files is None:
             params, model, pooling = load.load_opened(opened, dtype=dtype).params, opened.config, {}
         else:
-            params, model, pooling = _pooled(arguments, optimizer, files, opened, dtype, scratch)
+            params, model, pooling = _pooled(arguments, optimizer, files, opened, dtype)
         save = orbax_save.save_orbax if arguments.format == "orbax" else safetensors_save.save_hugging_face
         save(
             scratch / "model",
@@ -228,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: arguments; ``None`` for those of the process.
     """
-    return command_line.run(NAME, _main, argv)
+    return command_line.run(NAME, _main, argv, less_memory="--dtype bfloat16, or no --up-train, needs less")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ _EPILOG = """examples:
 
 Only held-out files are judged: the same ones that jdecode.train holds out for the same corpus, suffixes and share. Each
 token is predicted once, from at least half a sequence of what stands before it, or all there is. A file begins with the
-token that the tokenizer puts before a text; where it puts none, with the end token, as in training; where there is no
-end token either, with nothing, and the file's first token is not judged. It ends with the end token, if there is one,
-which counts as a token and as no byte. A model gets the loss of its training.json with the sequence length of its
+control token that the tokenizer puts before a text; where it puts none, with the end token, as in training; where there
+is no end token either, with nothing, and the file's first token is not judged. It ends with the end token, if there is
+one, which counts as a token and as no byte. A model gets the loss of its training.json with the sequence length of its
 training.
 """
 
@@ -95,7 +95,7 @@ def _cut(
     from jdecode.training import held_out
 
     ends = [*tokenizer.eos_token_ids, *lm.end_token_ids][:1]
-    starts = [*tokenizer.prefix_ids[-1:], *ends][:1]
+    starts = [*(idx for idx in tokenizer.prefix_ids[-1:] if tokenizer.is_special(idx)), *ends][:1]
     pieces: list[held_out.Piece] = []
     for document in documents:
         ids = tokenizer.encode(document.text, add_special_tokens=False, parse_special=False)
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: arguments; ``None`` for those of the process.
     """
-    return command_line.run(NAME, _main, argv)
+    return command_line.run(NAME, _main, argv, less_memory="a smaller --sequence-len or --weight-dtype needs less")
 
 
 if __name__ == "__main__":

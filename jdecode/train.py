@@ -201,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: arguments; ``None`` for those of the process.
     """
-    return command_line.run(NAME, _main, argv)
+    less_memory = "a smaller batch_size or sequence_len in the config needs less"
+    return command_line.run(NAME, _main, argv, less_memory=less_memory)
 
 
 if __name__ == "__main__":

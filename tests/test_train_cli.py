@@ -92,7 +92,7 @@ def test_the_model_writes_and_has_the_recorded_loss(work):
     held = [name for name in names if corpus.is_held_out(name, 0.25)]
     assert files["held_out_files"] == len(held) and files["train_files"] == len(names) - len(held)
     texts = [(pathlib.Path(work.texts) / name).read_text(encoding="utf-8") for name in held]
-    documents = [np.asarray([*tokenizer.encode(text), 0]) for text in texts]
+    documents = [np.asarray([*tokenizer.encode(text, add_special_tokens=False), 0]) for text in texts]
     num_bytes = np.asarray([len(tokenizer.token_bytes(idx)) for idx in range(tokenizer.vocab_size)])
     model = dataclasses.replace(lm.model, backend="reference")
     loss = held_out.evaluate(model, lm.params, held_out.pieces(documents, 11, 0), num_bytes)

@@ -38,7 +38,7 @@ def files() -> corpus.Corpus:
 
 @functools.cache
 def tokenizer(vocab_size: int = MODEL.vocab_size) -> tokenizer_lib.Tokenizer:
-    """Trains a tokenizer on the texts: end token 0, no start token."""
+    """Trains a tokenizer on the texts: end token 0."""
     return vocabulary.train_tokenizer((document.text for document in files().train), vocab_size)
 
 

@@ -176,7 +176,7 @@ class Tokenizer:
         return token_id in self.special_ids
 
     def first_difference(self, other: "Tokenizer") -> int | None:
-        """Returns the lowest id that stands for another string, or for none, in ``other``; ``None`` if there is none."""
+        """Returns the lowest id that stands for another string, or for none, in ``other``; ``None`` where all agree."""
         for token_id in range(max(self.vocab_size, other.vocab_size)):
             strings = [
                 tokenizer.token_string(token_id) if token_id < tokenizer.vocab_size else None

@@ -1,5 +1,6 @@
 """The training loop: batches by number, steps, looks at held-out files, checkpoints; resumed bit for bit."""
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -190,7 +191,7 @@ def check_folder(folder: pathlib.Path, resume: bool) -> None:
 
 def fit(
     task: Task,
-    folder: pathlib.Path,
+    folder: pathlib.Path | None,
     *,
     init_params: Any = None,
     resume: bool = False,
@@ -200,7 +201,7 @@ def fit(
 
     Args:
       task: of ``make_task``.
-      folder: of the run; checkpoints go below it.
+      folder: of the run; checkpoints go below it. ``None`` keeps none.
       init_params: float32, to start from; ``None`` for fresh weights.
       resume: continue from the folder's latest checkpoint. Otherwise the folder must hold none.
       say: is given a line at every look at the held-out files.
@@ -214,11 +215,14 @@ def fit(
       FloatingPointError: the loss is not finite any more.
     """
     config = task.config
-    check_folder(folder, resume)
+    if folder is not None:
+        check_folder(folder, resume)
+    elif resume:
+        raise ValueError("resume: expected a folder with a run, got none; give it")
     state = train_state.init_state(task.model, config, init_params)
-    with checkpoints.Checkpoints(folder) as kept:
+    with contextlib.nullcontext() if folder is None else checkpoints.Checkpoints(folder) as kept:
         record = {**task.facts, "history": [], "held_out": []}
-        if kept.latest_step is not None:
+        if kept is not None and kept.latest_step is not None:
             record = _resumed_record(kept, task, folder)
             state = kept.restore(state)
         first = int(state.step)
@@ -242,12 +246,12 @@ def fit(
                 record["held_out"].append(_look(task, state, done))
                 rate = (done - first) * config.sequences_a_step * config.sequence_len / (time.perf_counter() - begun)
                 say(_line(record, config.num_steps, rate))
-            if saves:
+            if saves and kept is not None:
                 kept.save(state, record)
     return state.params, record
 
 
-def _resumed_record(kept: checkpoints.Checkpoints, task: Task, folder: pathlib.Path) -> dict[str, Any]:
+def _resumed_record(kept: checkpoints.Checkpoints, task: Task, folder: pathlib.Path | None) -> dict[str, Any]:
     """Returns the record of the latest checkpoint, if the run may go on from it."""
     record = kept.read_record()
     for part in _FACTS:

@@ -5,7 +5,6 @@ report says how much: the held-out loss before, after pooling and after up-train
 """
 
 import functools
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +39,6 @@ def pool_and_train(
     optimizer: train_config.OptimizerConfig,
     seed: int,
     dtype: str,
-    folder: pathlib.Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Any], config_lib.ModelConfig, dict[str, Any]]:
     """Pools the key/value heads of a model, trains it on, and judges what that did.
@@ -55,7 +53,6 @@ def pool_and_train(
       optimizer: AdamW and its learning rate.
       seed: of the order of the data.
       dtype: of the parameters that are returned, and of the cache that is counted.
-      folder: for the checkpoints of the run; the caller removes it.
       say: is given a line after each loss.
 
     Returns:
@@ -86,7 +83,7 @@ def pool_and_train(
     pooled, _ = head_pooling.pool_kv_heads(params, model, num_kv_heads)
     if num_steps:
         judge("pooled", pooled_model, pooled)
-        trained, record = loop.fit(task, folder, init_params={"params": pooled})
+        trained, record = loop.fit(task, None, init_params={"params": pooled})
         rounded = _rounded(trained["params"], dtype)
         judge("up_trained", pooled_model, _rounded(rounded, "float32"))
         up_training = {

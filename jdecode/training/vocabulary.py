@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jdecode.text import tokenizer as tokenizer_lib
 
@@ -13,6 +13,8 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """Its id: special tokens come first."""
 
+_NEWLINE = "Ċ"  # as byte-level vocabularies write it
+
 LEAST_SIZE = 1 + 256
 """The end of text, and a token for every byte: whatever the text, it can be written."""
 
@@ -20,13 +22,16 @@ LEAST_SIZE = 1 + 256
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizer_lib.Tokenizer:
     """Learns the merges that shorten the texts most. The same texts give the same tokenizer.
 
+    The tokenizer starts a prompt with a newline. Training sequences begin anywhere, also in the middle of a line, so
+    the bare text of a first line would leave open how far it is indented; after a newline it is not.
+
     Args:
       texts: to learn from.
       vocab_size: V, entries in all, at least ``LEAST_SIZE``.
 
     Returns:
-      A tokenizer whose end token is ``END_OF_TEXT`` and which adds no start token. It has fewer entries where the
-      texts are too short for so many merges.
+      A tokenizer whose end token is ``END_OF_TEXT``. It has fewer entries where the texts are too short for so many
+      merges.
 
     Raises:
       ValueError: ``vocab_size`` is too small.
@@ -43,4 +48,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizer_lib.Toke
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return tokenizer_lib.Tokenizer(backend, eos_token_ids=(END_OF_TEXT_ID,))
+    newline_id = backend.token_to_id(_NEWLINE)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{_NEWLINE} $A", special_tokens=[(_NEWLINE, newline_id)]
+    )
+    return tokenizer_lib.Tokenizer(backend, eos_token_ids=(END_OF_TEXT_ID,), prefix_ids=(newline_id,))

@@ -3,10 +3,12 @@
 import pathlib
 import re
 
+from jdecode.weights import orbax_folder
+
 # owner/name, as the hub allows it. A path that exists is never taken for one.
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
+_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", f"{orbax_folder.NAME}/*")
 
 
 def is_id(source: str) -> bool:
@@ -15,7 +17,7 @@ def is_id(source: str) -> bool:
 
 
 def fetch(repo_id: str) -> pathlib.Path:
-    """Fetches configuration, tokenizer and safetensors of a repository, or finds them in the local cache.
+    """Fetches configuration, tokenizer and parameters of a repository, or finds them in the local cache.
 
     Args:
       repo_id: such as ``HuggingFaceTB/SmolLM2-135M-Instruct``.

@@ -93,15 +93,21 @@ def test_a_line_is_said_at_every_look(finished):
 def test_facts(finished):
     files = tiny_run.files()
     facts = finished.task.facts
+
+    def num_tokens(documents: tuple[corpus.Document, ...]) -> int:
+        """Each with its end, and nothing before it."""
+        texts = (document.text for document in documents)
+        return sum(len(tiny_run.tokenizer().encode(text, add_special_tokens=False)) + 1 for text in texts)
+
     assert facts["corpus"] == {
         "description": "words",
         "sha256": files.digest,
         "train_files": 9,
         "train_bytes": sum(len(document.text.encode()) for document in files.train),
-        "train_tokens": sum(len(tiny_run.tokenizer().encode(document.text)) + 1 for document in files.train),
+        "train_tokens": num_tokens(files.train),
         "held_out_files": 4,
         "held_out_bytes": sum(len(document.text.encode()) for document in files.held_out),
-        "held_out_tokens": sum(len(tiny_run.tokenizer().encode(document.text)) + 1 for document in files.held_out),
+        "held_out_tokens": num_tokens(files.held_out),
     }
     assert facts["config"]["architecture"]["layers"][0]["window"] == 4
     assert facts["start"] == {"weights": None} and "teacher" not in facts

@@ -65,6 +65,16 @@ def test_saved_and_read_again(tmp_path):
     assert (again.vocab_size, again.eos_token_ids) == (tokenizer.vocab_size, (0,))
 
 
+def test_a_prompt_starts_a_line(tmp_path):
+    """Before a prompt stands the byte 10; a text to learn from is left as it is."""
+    tokenizer = tiny_run.tokenizer()
+    tokenizer.save(tmp_path)
+    for own in (tokenizer, tokenizer_lib.from_folder(tmp_path)):
+        first, *rest = own.encode("fox")
+        assert own.token_bytes(first) == b"\n" and not own.is_special(first)
+        assert rest == own.encode("fox", add_special_tokens=False)
+
+
 def test_a_document_s_text_is_no_control_token():
     """The end token stands after each document, and a document that spells it has no second one."""
     tokenizer = tiny_run.tokenizer()
