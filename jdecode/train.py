@@ -14,7 +14,7 @@ from jdecode.training import corpus, train_config
 if TYPE_CHECKING:
     from jdecode import language_model
     from jdecode.text import tokenizer as tokenizer_lib
-    from jdecode.training import loop
+    from jdecode.training import task as task_lib
 
 NAME = "jdecode.train"
 TOKENIZER_FOLDER = "tokenizer"  # below the folder of a run: a resumed run reads it again
@@ -76,8 +76,7 @@ def _tokenizer(
     if resume and kept.is_dir():
         return tokenizer_lib.from_folder(kept)
     if source is not None:
-        if source.tokenizer is None:
-            raise ValueError("tokenizer: expected weights that come with a tokenizer, got none")
+        assert source.tokenizer is not None
         tokenizer = source.tokenizer
     else:
         texts = (document.text for document in files.train)
@@ -92,12 +91,13 @@ def _teacher(
     files: corpus.Corpus,
     folder: pathlib.Path,
     lm: "language_model.LanguageModel",
-) -> "loop.Teacher":
+) -> "task_lib.Teacher":
     """Returns the teacher with the texts that it wrote, now or before."""
     import numpy as np
 
     from jdecode import SamplingConfig
-    from jdecode.training import loop, teacher_text
+    from jdecode.training import task as task_lib
+    from jdecode.training import teacher_text
 
     kept = folder / TEACHER_TEXT_NAME
     texts: list[np.ndarray] = []
@@ -113,10 +113,11 @@ def _teacher(
             return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)]
 
         assert lm.tokenizer is not None
+        task_lib.num_written(config)  # before the teacher writes what no step would read
         end_token_id = lm.tokenizer.eos_token_ids[0]
         texts = teacher_text.write(
             generate,
-            loop.encode(lm.tokenizer, files.train, end_token_id),
+            task_lib.encode(lm.tokenizer, files.train, end_token_id),
             num_tokens=distill.generated_tokens,
             text_len=config.sequence_len,
             end_token_id=end_token_id,
@@ -124,16 +125,36 @@ def _teacher(
             is_quiet=not sys.stderr.isatty(),
         )
         np.savez(kept, tokens=np.concatenate(texts), ends=np.cumsum([len(text) for text in texts]))
-    return loop.Teacher(name=arguments.distill, model=lm.model, params=lm.params, texts=texts)
+    return task_lib.Teacher(name=arguments.distill, model=lm.model, params=lm.params, texts=texts)
 
 
-def _check_start(
+def _load(config: train_config.TrainConfig, source: str | None) -> "language_model.LanguageModel | None":
+    """Loads a model whose tokenizer the run can use, ``None`` for no source."""
+    from jdecode import language_model
+    from jdecode.training import task as task_lib
+
+    if source is None:
+        return None
+    lm = language_model.load(source, dtype="float32")
+    if lm.tokenizer is None:
+        raise ValueError(f"{source}: expected weights that come with a tokenizer, got none")
+    task_lib.check_tokenizer(config, lm.tokenizer)
+    return lm
+
+
+def _check_models(
     arguments: argparse.Namespace,
     config: train_config.TrainConfig,
-    start: "language_model.LanguageModel",
+    start: "language_model.LanguageModel | None",
     teacher: "language_model.LanguageModel | None",
 ) -> None:
-    """Refuses weights to start from that are of another architecture, or whose tokens are not the teacher's."""
+    """Refuses a start of another architecture, and a teacher of other tokens, before anything is computed."""
+    from jdecode.training import objective
+
+    if teacher is not None:
+        objective.check_vocabularies(config.architecture, teacher.config)
+    if start is None:
+        return
     difference = command_line.architecture_difference(config.architecture, start.config)
     if difference:
         raise ValueError(f"--init {arguments.init}: config {config.name} expected {difference}; give its own weights")
@@ -163,23 +184,17 @@ def _main(argv: Sequence[str] | None) -> None:
     folder = pathlib.Path(arguments.output)
     files = corpus.read(config.corpus)
     compilation_cache.enable()
-    from jdecode import language_model
     from jdecode.training import export, loop
+    from jdecode.training import task as task_lib
 
     loop.check_folder(folder, arguments.resume)
-    start = arguments.init and language_model.load(arguments.init, dtype="float32")
-    taught_by = arguments.distill and language_model.load(arguments.distill, dtype="float32")
-    if start:
-        _check_start(arguments, config, start, taught_by or None)
-    source = taught_by or start or (config.tokenizer and language_model.load(config.tokenizer))
+    start, taught_by = _load(config, arguments.init), _load(config, arguments.distill)
+    _check_models(arguments, config, start, taught_by)
+    source = taught_by or start or _load(config, config.tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(config, files, folder, source or None, arguments.resume)
+    tokenizer = _tokenizer(config, files, folder, source, arguments.resume)
     teacher = _teacher(arguments, config, files, folder, taught_by) if taught_by else None
-    task = loop.make_task(config, files, tokenizer, teacher, arguments.init)
-    _say(
-        f"{len(files.train)} files, {task.stream.num_tokens} tokens to learn from; {config.num_steps} steps of "
-        f"{config.sequences_a_step * config.sequence_len} tokens"
-    )
+    task = task_lib.make_task(config, files, tokenizer, teacher, arguments.init)
     params, losses = loop.fit(
         task, folder, init_params=start.params if start else None, resume=arguments.resume, say=_say
     )

@@ -12,7 +12,8 @@ import pytest
 
 import jdecode
 from jdecode import config_file
-from jdecode.training import corpus, held_out, loop, train_config
+from jdecode.training import corpus, held_out, train_config
+from jdecode.training import task as task_lib
 from jdecode.weights import packaged
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -66,7 +67,7 @@ def test_card_and_record_agree_with_the_training_config(name: str):
     record = json.loads((folder(name) / "training.json").read_text())
     card = (folder(name) / "README.md").read_text()
     described = config_file.load(name, train_config.TrainConfig, "training")
-    assert record["config"] == loop.jsonable(dataclasses.asdict(described))
+    assert record["config"] == task_lib.jsonable(dataclasses.asdict(described))
     assert record["history"][-1]["step"] == described.num_steps
     assert f"**{record['final']['bits_per_byte']:.3f} bits a byte**" in card
     for words in (record["command"], record["corpus"]["sha256"], f"seed {described.seed}", "## Limits"):
@@ -147,7 +148,7 @@ def test_library_s_own_evaluation_gives_the_training_s_loss(name: str):
     lm = load(name)
     assert lm.tokenizer is not None
     end = lm.end_token_ids[0]
-    pieces = held_out.pieces(loop.encode(lm.tokenizer, files.held_out, end), record["config"]["sequence_len"], end)
+    pieces = held_out.pieces(task_lib.encode(lm.tokenizer, files.held_out, end), record["config"]["sequence_len"], end)
     token_num_bytes = np.asarray([len(lm.tokenizer.token_bytes(idx)) for idx in range(lm.config.vocab_size)])
     loss = held_out.evaluate_by(lm.score, pieces, token_num_bytes)
     final = record["final"]

@@ -24,7 +24,7 @@ BAND_LEN = 128
 """Queries a band. Narrower ones form fewer scores in vain, wider ones make larger products."""
 
 _HIDDEN = -1e30
-"""The score of a hidden key. Finite: the derivative of a maximum over infinities is NaN."""
+"""The score of a hidden key. Finite: the difference of two infinities is NaN."""
 
 
 def attend(

@@ -65,7 +65,8 @@ class Segment:
       position_BS: int32, the absolute position that each slot holds, or ``EMPTY``.
       first_slot, end_slot: int32 scalars. No slot outside ``first_slot .. end_slot - 1`` is visible to any query of
         the call. A promise that saves work: the cost of a call follows these bounds, not S.
-      is_block: slot i holds the key of query i of the call (or padding), so S is T. Static.
+      is_block: slot i holds the key of query i of the call (or padding), so S is T, and positions count on by one from
+        slot to slot. Static.
     """
 
     keys: Rows

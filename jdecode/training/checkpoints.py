@@ -21,6 +21,12 @@ KEPT = 2
 """How many of the latest checkpoints are kept."""
 
 
+def is_held_by(run_folder: pathlib.Path) -> bool:
+    """Tells whether a folder has a checkpoint that was written to its end."""
+    folder = run_folder / FOLDER
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
 class Checkpoints:
     """The checkpoints of one run. A context manager.
 

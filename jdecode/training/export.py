@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jdecode.training import held_out, model_card, record
-from jdecode.training import loop as loop_lib
+from jdecode.training import task as task_lib
 from jdecode.weights import safetensors_save
 
 MODEL_FOLDER = "model"
@@ -15,7 +15,7 @@ MODEL_FOLDER = "model"
 
 
 def export(
-    task: loop_lib.Task, params: Any, losses: dict[str, Any], folder: pathlib.Path, command: str
+    task: task_lib.Task, params: Any, losses: dict[str, Any], folder: pathlib.Path, command: str
 ) -> dict[str, Any]:
     """Writes the model, and judges what was written on all held-out text.
 
@@ -46,8 +46,7 @@ def export(
     }
     target = folder / MODEL_FOLDER
     part = folder / f"{MODEL_FOLDER}.part"
-    for old in (part, target):
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     task.tokenizer.save(part)
     record.write_json(part / record.RECORD_NAME, complete)
@@ -56,5 +55,6 @@ def export(
     safetensors_save.save_hugging_face(
         part, rounded["params"], config.architecture, eos_token_ids=task.tokenizer.eos_token_ids
     )
+    shutil.rmtree(target, ignore_errors=True)
     part.rename(target)
     return complete

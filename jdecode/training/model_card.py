@@ -60,7 +60,7 @@ def _list(windows: list[int | None]) -> str:
 
 def _teacher(teacher: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     distill = config["distill"]
-    share = distill["generated_share"] if teacher["generated_tokens"] else 0
+    share = teacher["sequences_a_step"] / (config["batch_size"] * config["accumulation_steps"])
     return (
         f"{teacher['name']}: divergence from its distributions at temperature {distill['temperature']:g}, weight "
         f"{distill['teacher_share']:g}; {teacher['generated_tokens']:,} tokens of its own text, {share:.0%} of each "

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdecode import config
 from jdecode.models import transformer
 
 
@@ -64,11 +65,7 @@ class Distillation:
     teacher_share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.model.config.vocab_size != self.teacher.config.vocab_size:
-            raise ValueError(
-                f"distillation: expected a teacher with the student's vocabulary of {self.model.config.vocab_size}, "
-                f"got one of {self.teacher.config.vocab_size}; train the student with the teacher's tokenizer"
-            )
+        check_vocabularies(self.model.config, self.teacher.config)
 
     def __call__(
         self, params: Any, teacher_params: Any, tokens_BT: jax.Array
@@ -81,6 +78,19 @@ class Distillation:
         share = self.teacher_share
         loss = share * self.temperature**2 * divergence + (1 - share) * next_token
         return loss, {"next_token": next_token, "divergence": divergence}
+
+
+def check_vocabularies(student: config.ModelConfig, teacher: config.ModelConfig) -> None:
+    """Refuses a teacher whose distributions are not over the student's tokens.
+
+    Raises:
+      ValueError: one line.
+    """
+    if student.vocab_size != teacher.vocab_size:
+        raise ValueError(
+            f"distillation: expected a teacher with the student's vocabulary of {student.vocab_size}, got one of "
+            f"{teacher.vocab_size}; give the student the vocab_size of the teacher, whose tokenizer it takes"
+        )
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class OptimizerConfig:
 
     Attributes:
       learning_rate: the peak, reached at the end of the warm-up.
-      final_share: of the peak, which the cosine reaches at the last step.
+      final_share: of the peak, to which the cosine falls by the end.
       warmup_steps: from 0 to the peak.
       weight_decay: of matrices; norm scales and biases have none.
       beta1, beta2, epsilon: of Adam's moments.

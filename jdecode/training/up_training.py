@@ -16,6 +16,7 @@ from jdecode.cache import allocate
 from jdecode.models import transformer
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.training import corpus, held_out, loop, train_config
+from jdecode.training import task as task_lib
 from jdecode.weights import head_pooling, parameter_tree, stored_tensor
 
 JUDGED_PIECES = 64
@@ -65,7 +66,7 @@ def pool_and_train(
       FloatingPointError: the training loss is not finite any more.
     """
     pooled_model = head_pooling.pooled_config(model, num_kv_heads)
-    task = loop.make_task(_run_config(pooled_model, num_steps, optimizer, seed), files, tokenizer)
+    task = task_lib.make_task(_run_config(pooled_model, num_steps, optimizer, seed), files, tokenizer)
     judged = held_out.some(task.judged, JUDGED_PIECES)
     losses: dict[str, dict[str, float] | None] = {"up_trained": None}
 

@@ -49,6 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizer_lib.Toke
     )
     backend.train_from_iterator(texts, trainer)
     newline_id = backend.token_to_id(_NEWLINE)
+    assert newline_id is not None  # it is in the alphabet
     backend.post_processor = processors.TemplateProcessing(
         single=f"{_NEWLINE} $A", special_tokens=[(_NEWLINE, newline_id)]
     )

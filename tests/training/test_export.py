@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jdecode
-from jdecode.training import export, held_out, loop, model_card, record
+from jdecode.training import export, held_out, model_card, record
+from jdecode.training import task as task_lib
 from jdecode.weights import safetensors_save
 from tests import tiny_models
 from tests.training import tiny_run
@@ -108,7 +109,7 @@ def test_every_dtype_is_written(written, tmp_path):
     task = written.task
     for dtype in ("float32", "float16"):
         other = dataclasses.replace(task, config=dataclasses.replace(task.config, weight_dtype=dtype))
-        assert isinstance(other, loop.Task)
+        assert isinstance(other, task_lib.Task)
         complete = export.export(other, written.params, {**task.facts, **LOSSES}, tmp_path, COMMAND)
         assert complete["final"]["weight_dtype"] == dtype
         lm = jdecode.load(tmp_path / export.MODEL_FOLDER, dtype=dtype)

@@ -3,11 +3,12 @@
 import copy
 import dataclasses
 
-from jdecode.training import loop, model_card
+from jdecode.training import model_card
+from jdecode.training import task as task_lib
 from tests.training import tiny_run
 
 RECORD = {
-    "config": loop.jsonable(
+    "config": task_lib.jsonable(
         dataclasses.asdict(
             dataclasses.replace(
                 tiny_run.CONFIG, description="Some words.", limits="It knows\nlittle.\n", num_steps=1300
@@ -70,15 +71,15 @@ def test_card():
 def test_teacher_and_start():
     record = copy.deepcopy(RECORD)
     record["start"]["weights"] = "runs/before/model"
-    record["config"]["distill"] |= {"temperature": 2.0, "teacher_share": 0.75, "generated_share": 0.25}
-    record["teacher"] = {"name": "runs/small/model", "generated_tokens": 4321}
+    record["config"]["distill"] |= {"temperature": 2.0, "teacher_share": 0.75, "generated_share": 0.4}
+    record["teacher"] = {"name": "runs/small/model", "generated_tokens": 4321, "sequences_a_step": 3}
     found = rows(model_card.text(record))
     assert found["Start"] == "runs/before/model"
     assert found["Teacher"] == (
         "runs/small/model: divergence from its distributions at temperature 2, weight 0.75; 4,321 tokens of its own "
-        "text, 25% of each batch"
+        "text, 50% of each batch"
     )
-    record["teacher"]["generated_tokens"] = 0
+    record["teacher"] |= {"generated_tokens": 0, "sequences_a_step": 0}
     assert rows(model_card.text(record))["Teacher"].endswith("; 0 tokens of its own text, 0% of each batch")
 
 

@@ -117,8 +117,8 @@ def test_another_vocabulary_is_refused():
     with pytest.raises(ValueError) as refused:
         objective.Distillation(STUDENT, other)
     assert str(refused.value) == (
-        "distillation: expected a teacher with the student's vocabulary of 13, got one of 14; train the student with "
-        "the teacher's tokenizer"
+        "distillation: expected a teacher with the student's vocabulary of 13, got one of 14; give the student the "
+        "vocab_size of the teacher, whose tokenizer it takes"
     )
 
 

@@ -10,7 +10,8 @@ from jdecode import config as config_lib
 from jdecode import language_model
 from jdecode.cache import allocate
 from jdecode.models import transformer
-from jdecode.training import held_out, loop, train_config, up_training
+from jdecode.training import held_out, train_config, up_training
+from jdecode.training import task as task_lib
 from jdecode.weights import head_pooling, parameter_tree
 from tests import tiny_mha, tiny_models
 
@@ -40,7 +41,7 @@ def scored_loss(params, model: config_lib.ModelConfig) -> held_out.HeldOutLoss:
         config=model, model=transformer.Transformer(model), params={"params": params}, tokenizer=TOKENIZER
     )
     end_token_id = TOKENIZER.eos_token_ids[0]
-    documents = loop.encode(TOKENIZER, FILES.held_out, end_token_id)
+    documents = task_lib.encode(TOKENIZER, FILES.held_out, end_token_id)
     judged = held_out.pieces(documents, MODEL.max_positions, end_token_id)
     assert len(judged) < up_training.JUDGED_PIECES  # all of them are judged
     num_bytes = np.array([len(TOKENIZER.token_bytes(idx)) for idx in range(TOKENIZER.vocab_size)])

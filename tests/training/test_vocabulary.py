@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies
 
 from jdecode.text import tokenizer as tokenizer_lib
-from jdecode.training import corpus, loop, vocabulary
+from jdecode.training import corpus, vocabulary
+from jdecode.training import task as task_lib
 from tests.training import tiny_run
 
 
@@ -79,7 +80,7 @@ def test_a_document_s_text_is_no_control_token():
     """The end token stands after each document, and a document that spells it has no second one."""
     tokenizer = tiny_run.tokenizer()
     documents = [corpus.Document("a", f"fox{vocabulary.END_OF_TEXT}dog"), corpus.Document("b", "tree")]
-    spelled, plain = loop.encode(tokenizer, documents, 0)
+    spelled, plain = task_lib.encode(tokenizer, documents, 0)
     assert spelled.dtype == plain.dtype == np.int32
     assert spelled.tolist().count(0) == 1 and spelled[-1] == 0
     assert tokenizer.decode(spelled[:-1].tolist()) == "fox<|endoftext|>dog"

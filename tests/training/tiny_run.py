@@ -12,7 +12,8 @@ import numpy as np
 
 from jdecode import config as config_lib
 from jdecode.text import tokenizer as tokenizer_lib
-from jdecode.training import corpus, loop, train_config, vocabulary
+from jdecode.training import corpus, train_config, vocabulary
+from jdecode.training import task as task_lib
 
 # A ring and a full layer; every size another.
 ARCHITECTURE = config_lib.ModelConfig(
@@ -72,9 +73,9 @@ def tokenizer() -> tokenizer_lib.Tokenizer:
     return vocabulary.train_tokenizer((document.text for document in files().train), ARCHITECTURE.vocab_size)
 
 
-def task(teacher: loop.Teacher | None = None, **changes: Any) -> loop.Task:
+def task(teacher: task_lib.Teacher | None = None, **changes: Any) -> task_lib.Task:
     """Puts the run together, with some fields of its config changed."""
-    return loop.make_task(dataclasses.replace(CONFIG, **changes), files(), tokenizer(), teacher)
+    return task_lib.make_task(dataclasses.replace(CONFIG, **changes), files(), tokenizer(), teacher)
 
 
 def assert_equal(got: Any, expected: Any) -> None:
