@@ -13,6 +13,7 @@ import jax
 from orbax import checkpoint as ocp
 
 from jdecode.training import train_state
+from jdecode.weights import orbax_folder
 
 FOLDER = "checkpoints"
 """Below the folder of a run."""
@@ -38,7 +39,8 @@ class Checkpoints:
         """Args: run_folder: of the run; made when absent."""
         logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file that it opens
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager((run_folder / FOLDER).absolute(), options=options)
+        self._folder = (run_folder / FOLDER).absolute()
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> Self:
         return self
@@ -62,15 +64,25 @@ class Checkpoints:
           record: what JSON can say.
         """
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
-        self._manager.save(int(state.step), args=args)
+        with orbax_folder.reported(
+            f"{self._folder}: expected to write a checkpoint", "make room, or give a folder that can be written"
+        ):
+            self._manager.save(int(state.step), args=args)
 
     def read_record(self) -> dict[str, Any]:
         """Returns the record of the latest checkpoint."""
-        args = ocp.args.Composite(record=ocp.args.JsonRestore())
-        return self._manager.restore(self.latest_step, args=args)["record"]
+        return self._read("record", ocp.args.JsonRestore())
 
     def restore(self, like: train_state.TrainState) -> train_state.TrainState:
         """Returns the state of the latest checkpoint, on the devices of ``like``, whose arrays are not read."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(self.latest_step, args=args)["state"]
+        return self._read("state", ocp.args.StandardRestore(abstract))
+
+    def _read(self, item: str, args: Any) -> Any:
+        """Reads an item of the latest checkpoint."""
+        step = self.latest_step
+        with orbax_folder.reported(
+            f"{self._folder / str(step)}: expected a whole checkpoint",
+            "it is damaged: remove it, and the one before is resumed from",
+        ):
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]

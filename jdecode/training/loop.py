@@ -31,6 +31,8 @@ def check_folder(folder: pathlib.Path, resume: bool) -> None:
     Raises:
       ValueError: one line.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder, got a file; give another name")
     has_run = checkpoints.is_held_by(folder)
     if has_run and not resume:
         raise ValueError(

@@ -144,7 +144,9 @@ def reported(expected: str, remedy: str = "the checkpoint is damaged or incomple
     except MemoryError:
         raise
     except Exception as error:  # Orbax and its storage raise many types; each is the same to the user
-        cause = " ".join(str(error).split()) or type(error).__name__
+        # What follows there is the storage's whole configuration.
+        text = str(error).split(" See full TensorStore details")[0]
+        cause = " ".join(text.split()) or type(error).__name__
         raise ValueError(f"{expected}, got: {cause[:300]}; {remedy}") from error
     finally:
         logger.setLevel(level)

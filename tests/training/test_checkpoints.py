@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdecode.training import checkpoints, train_state
+from jdecode.training import checkpoints, loop, train_state
 from tests.training import tiny_run
 
 MODEL = tiny_run.task().model
@@ -97,8 +97,33 @@ def test_a_write_that_fails_leaves_the_one_before(state, tmp_path, monkeypatch: 
 
     with monkeypatch.context() as patch, checkpoints.Checkpoints(tmp_path) as kept:
         patch.setattr(os, "rename", fail)
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(
+            ValueError, match=r"expected to write a checkpoint, .*No space left on device; make room"
+        ):
             kept.save(at(state, 6), {"step": 6})
     with checkpoints.Checkpoints(tmp_path) as kept:
         assert kept.latest_step == 4
         assert kept.read_record() == RECORD
+
+
+def test_a_damaged_checkpoint_is_one_line_and_the_one_before_is_still_there(state, tmp_path):
+    with checkpoints.Checkpoints(tmp_path) as kept:
+        kept.save(at(state, 2), RECORD)
+        kept.save(at(state, 4), RECORD)
+        path = tmp_path / checkpoints.FOLDER / "4"
+        record = path / "record" / "metadata"
+        record.write_bytes(record.read_bytes()[:30])
+        with pytest.raises(ValueError) as refused:
+            kept.read_record()
+    message = str(refused.value)
+    assert message.startswith(f"{path}: expected a whole checkpoint, got: ") and "\n" not in message
+    assert message.endswith("; it is damaged: remove it, and the one before is resumed from")
+    shutil.rmtree(path)
+    with checkpoints.Checkpoints(tmp_path) as kept:
+        assert kept.latest_step == 2 and kept.read_record() == RECORD
+
+
+def test_a_file_is_no_folder_of_a_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file: expected a folder, got a file; give another name$"):
+        loop.check_folder(tmp_path / "file", resume=False)
