@@ -97,9 +97,7 @@ def test_a_write_that_fails_leaves_the_one_before(state, tmp_path, monkeypatch: 
 
     with monkeypatch.context() as patch, checkpoints.Checkpoints(tmp_path) as kept:
         patch.setattr(os, "rename", fail)
-        with pytest.raises(
-            ValueError, match=r"expected to write a checkpoint, .*No space left on device; make room"
-        ):
+        with pytest.raises(ValueError, match=r"expected to write a checkpoint, .*No space left on device; make room"):
             kept.save(at(state, 6), {"step": 6})
     with checkpoints.Checkpoints(tmp_path) as kept:
         assert kept.latest_step == 4
