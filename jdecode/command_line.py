@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -131,6 +132,18 @@ def mesh(text: str) -> config.MeshConfig:
             raise argparse.ArgumentTypeError(f"expected axes such as data=1,model=8, each once, got {text!r}")
         axes[name] = int(count)
     return config.MeshConfig(**axes)
+
+
+def check_new_folder(folder: pathlib.Path) -> None:
+    """Refuses to write where something stands already: what a user has is never replaced.
+
+    Raises:
+      ValueError: it is a file, or a folder that holds anything.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a new folder, got a file; give another name")
+    if folder.is_dir() and (found := sorted(path.name for path in folder.iterdir())):
+        raise ValueError(f"{folder}: expected a new or an empty folder, got one that holds {found[0]!r}; give another")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

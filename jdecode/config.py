@@ -8,21 +8,23 @@ from typing import Any
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
-def _check(condition: bool, message: str) -> None:
+def check(condition: bool, message: str) -> None:
+    """Raises ``ValueError`` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ValueError(message)
 
 
-def _check_count(name: str, value: Any, least: int, alternative: str = "") -> None:
+def check_count(name: str, value: Any, least: int, alternative: str = "") -> None:
+    """Refuses what is no whole number of at least ``least``; ``alternative`` says what else may stand there."""
     is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
-    _check(is_count, f"{name}: expected a count of at least {least}{alternative}, got {value!r}")
+    check(is_count, f"{name}: expected a count of at least {least}{alternative}, got {value!r}")
 
 
-def _check_number(name: str, value: Any, low: float, high: float, says: str, *, exclusive: bool = False) -> None:
+def check_number(name: str, value: Any, low: float, high: float, says: str, *, exclusive: bool = False) -> None:
     """Refuses what is no finite number from ``low`` to ``high`` (``exclusive``: over ``low``); ``says`` is in words."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     inside = is_number and low <= float(value) <= high and not (exclusive and value == low)
-    _check(bool(inside), f"{name}: expected {says}, got {value!r}")
+    check(bool(inside), f"{name}: expected {says}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +49,11 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         known = ("none", "linear", "llama3")
-        _check(self.scaling in known, f"rope scaling: expected one of {', '.join(known)}, got {self.scaling!r}")
-        _check(self.theta > 0, f"rope theta: expected a number over 0, got {self.theta}")
-        _check(self.factor > 0, f"rope factor: expected a number over 0, got {self.factor}")
+        check(self.scaling in known, f"rope scaling: expected one of {', '.join(known)}, got {self.scaling!r}")
+        check(self.theta > 0, f"rope theta: expected a number over 0, got {self.theta}")
+        check(self.factor > 0, f"rope factor: expected a number over 0, got {self.factor}")
         if self.scaling == "llama3":
-            _check(
+            check(
                 self.high_freq_factor > self.low_freq_factor > 0,
                 f"rope llama3: expected high_freq_factor > low_freq_factor > 0, "
                 f"got {self.high_freq_factor} and {self.low_freq_factor}",
@@ -73,11 +75,11 @@ class LayerConfig:
     rope: RopeConfig | None = RopeConfig()
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self.window is None or self.window >= 1,
             f"window: expected a count of at least 1 or none, got {self.window}",
         )
-        _check(self.num_sinks >= 0, f"num_sinks: expected a count of at least 0, got {self.num_sinks}")
+        check(self.num_sinks >= 0, f"num_sinks: expected a count of at least 0, got {self.num_sinks}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,20 +129,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-            _check_count(name, getattr(self, name), 1)
-        _check(len(self.layers) >= 1, "layers: expected at least one layer, got none")
-        _check(
+            check_count(name, getattr(self, name), 1)
+        check(len(self.layers) >= 1, "layers: expected at least one layer, got none")
+        check(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads: expected a divisor of num_heads {self.num_heads}, got {self.num_kv_heads}",
         )
-        _check(self.head_dim % 2 == 0, f"head_dim: expected an even number (rope rotates pairs), got {self.head_dim}")
-        _check(
+        check(self.head_dim % 2 == 0, f"head_dim: expected an even number (rope rotates pairs), got {self.head_dim}")
+        check(
             self.activation in ("silu", "gelu_tanh"),
             f"activation: expected silu or gelu_tanh, got {self.activation!r}",
         )
         for name in ("attention_soft_cap", "final_soft_cap"):
             cap = getattr(self, name)
-            _check(cap is None or cap > 0, f"{name}: expected a number over 0 or none, got {cap}")
+            check(cap is None or cap > 0, f"{name}: expected a number over 0 or none, got {cap}")
 
     @property
     def num_layers(self) -> int:
@@ -171,10 +173,10 @@ class CacheConfig:
     slack: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
+        check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
         dtypes = ("auto", "float32", "bfloat16", "float16")
-        _check(self.dtype in dtypes, f"cache dtype: expected one of {', '.join(dtypes)}, got {self.dtype!r}")
-        _check_count("cache slack", self.slack, 0)
+        check(self.dtype in dtypes, f"cache dtype: expected one of {', '.join(dtypes)}, got {self.dtype!r}")
+        check_count("cache slack", self.slack, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,27 +222,27 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         at_least_0, share = "a finite number of at least 0", "a number from 0 to 1"
-        _check_number("temperature", self.temperature, 0, math.inf, at_least_0)
+        check_number("temperature", self.temperature, 0, math.inf, at_least_0)
         for name in ("top_p", "min_p", "typical_p"):
-            _check_number(name, getattr(self, name), 0, 1, share)
+            check_number(name, getattr(self, name), 0, 1, share)
         over_0 = "a finite number over 0"
-        _check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, over_0, exclusive=True)
+        check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, over_0, exclusive=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name), -math.inf, math.inf, "a finite number")
+            check_number(name, getattr(self, name), -math.inf, math.inf, "a finite number")
         is_whole = isinstance(self.top_k, numbers.Integral) and not isinstance(self.top_k, bool)
-        _check(is_whole, f"top_k: expected a whole number (0 keeps all), got {self.top_k!r}")
+        check(is_whole, f"top_k: expected a whole number (0 keeps all), got {self.top_k!r}")
         for name in ("no_repeat_ngram_size", "min_new_tokens"):
-            _check_count(name, getattr(self, name), 0)
+            check_count(name, getattr(self, name), 0)
         if self.seed is not None:
-            _check_count("seed", self.seed, 0, " and under 2**63, or none")
-            _check(self.seed < 2**63, f"seed: expected a whole number from 0 to 2**63 - 1 or none, got {self.seed}")
+            check_count("seed", self.seed, 0, " and under 2**63, or none")
+            check(self.seed < 2**63, f"seed: expected a whole number from 0 to 2**63 - 1 or none, got {self.seed}")
         for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
             value = getattr(self, name)
-            _check(isinstance(value, (tuple, list)), f"{name}: expected a tuple, got {value!r}")
+            check(isinstance(value, (tuple, list)), f"{name}: expected a tuple, got {value!r}")
         for pair in self.logit_bias:
             is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-            _check(is_pair, f"logit_bias: expected pairs (token id, number), got {pair!r}")
-            _check_number(f"logit_bias of token {pair[0]}", pair[1], -math.inf, math.inf, "a finite number")
+            check(is_pair, f"logit_bias: expected pairs (token id, number), got {pair!r}")
+            check_number(f"logit_bias of token {pair[0]}", pair[1], -math.inf, math.inf, "a finite number")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +254,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         for name in ("data", "model"):
-            _check_count(f"mesh {name}", getattr(self, name), 1)
+            check_count(f"mesh {name}", getattr(self, name), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,14 +284,14 @@ class RunConfig:
     prompt: str | None = None
 
     def __post_init__(self) -> None:
-        _check_count("max_new_tokens", self.max_new_tokens, 1)
-        _check(self.weights != "", "weights: expected a hub id, a path or null, got an empty text")
-        _check(self.prompt != "", "prompt: expected some text or null, got an empty text")
-        _check(
+        check_count("max_new_tokens", self.max_new_tokens, 1)
+        check(self.weights != "", "weights: expected a hub id, a path or null, got an empty text")
+        check(self.prompt != "", "prompt: expected some text or null, got an empty text")
+        check(
             self.weights is not None or self.architecture is not None,
             "expected weights, an architecture or both, got neither",
         )
-        _check(
+        check(
             self.weights is None or self.no_weights is None,
             f"no_weights: expected none beside weights {self.weights!r}, got {self.no_weights!r}",
         )

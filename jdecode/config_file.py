@@ -150,7 +150,10 @@ def _convert(expected: Any, value: Any, place: str) -> Any:
     if not _is_scalar_of(expected, value):
         words = SCALAR_NAMES[expected] + (" or null" if may_be_null else "")
         _fail(place, f"expected {words}, got {_value_name(value)}")
-    return float(value) if expected is float else value
+    try:
+        return float(value) if expected is float else value
+    except OverflowError:
+        _fail(place, f"expected a number that a float can hold, got {_value_name(value)}")
 
 
 def _is_scalar_of(expected: Any, value: Any) -> bool:

@@ -79,13 +79,10 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 
 def _check_output(source: str, output: pathlib.Path) -> None:
     """Refuses a folder that holds something, and one that belongs to the source."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output}: expected a new folder, got a file")
     origin = pathlib.Path(source).expanduser().resolve()
-    if origin.exists() and (output == origin or origin in output.parents):
+    if origin.exists() and not output.is_file() and origin in (output, *output.parents):
         raise ValueError(f"{output}: expected a folder outside the source, got {source}; give another folder")
-    if output.is_dir() and (found := sorted(path.name for path in output.iterdir())):
-        raise ValueError(f"{output}: expected a new or an empty folder, got one that holds {found[0]!r}; give another")
+    command_line.check_new_folder(output)
 
 
 def _tokenizer_files(opened: "checkpoint.Checkpoint", scratch: pathlib.Path) -> list[pathlib.Path]:

@@ -172,6 +172,7 @@ def _judge(
     with tqdm.tqdm(total=len(judged), unit="piece", disable=not sys.stderr.isatty()) as progress:
         score = _scorer(lm, chosen.run.cache, _capacity(chosen.capacity, judged), progress.update)
         loss = held_out.evaluate_by(score, judged, token_num_bytes)
+    loss.check_finite(chosen.source)
     return {
         "weights": chosen.source,
         "dtype": lm.model.dtype,

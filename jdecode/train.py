@@ -25,8 +25,9 @@ _EPILOG = """examples:
   python -m jdecode.train --config gqa_draft.yaml --output runs/draft --distill runs/small/model
   python -m jdecode.train --config mine.yaml --output runs/mine --corpus FOLDER --suffix .txt --suffix .md
 
-A run's folder holds `checkpoints` and, in the end, `model`: weights, tokenizer, record, card and a picture of the
-losses (with jdecode[plot]). `python -m jdecode.generate --weights runs/small/model` writes with it.
+A run goes on to the end that its config says: num_steps cannot be raised when it is resumed. A run's folder holds
+`checkpoints` and, in the end, `model`: weights, tokenizer, record, card and a picture of the losses (with
+jdecode[plot]). `python -m jdecode.generate --weights runs/small/model` writes with it.
 """
 
 
@@ -93,18 +94,15 @@ def _teacher(
     lm: "language_model.LanguageModel",
 ) -> "task_lib.Teacher":
     """Returns the teacher with the texts that it wrote, now or before."""
-    import numpy as np
-
     from jdecode import SamplingConfig
     from jdecode.training import task as task_lib
     from jdecode.training import teacher_text
 
     kept = folder / TEACHER_TEXT_NAME
-    texts: list[np.ndarray] = []
+    texts: Sequence[Any] = []
     distill = config.distill
     if arguments.resume and kept.is_file():
-        with np.load(kept) as stored:
-            texts = np.split(stored["tokens"], stored["ends"][:-1])
+        texts = teacher_text.load(kept)
     elif distill.generated_tokens and distill.generated_share:
 
         def generate(prompts: list[list[int]], max_new_tokens: int, seeds: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -124,8 +122,23 @@ def _teacher(
             seed=config.seed,
             is_quiet=not sys.stderr.isatty(),
         )
-        np.savez(kept, tokens=np.concatenate(texts), ends=np.cumsum([len(text) for text in texts]))
+        teacher_text.save(kept, texts)
     return task_lib.Teacher(name=arguments.distill, model=lm.model, params=lm.params, texts=texts)
+
+
+def _check_output(folder: pathlib.Path, resume: bool, source: str) -> None:
+    """Refuses a folder that holds anything but the run to resume, and one that would become part of the corpus."""
+    from jdecode.training import export, loop
+
+    loop.check_folder(folder, resume)
+    if resume:
+        if (folder / export.MODEL_FOLDER).exists() and not (folder / export.MODEL_FOLDER).is_dir():
+            raise ValueError(f"{folder / export.MODEL_FOLDER}: expected a folder, got a file; move it away")
+    else:
+        command_line.check_new_folder(folder)
+    corpus_folder = pathlib.Path(source).resolve()
+    if source != train_config.STANDARD_LIBRARY and corpus_folder in (folder.resolve(), *folder.resolve().parents):
+        raise ValueError(f"--output {folder}: expected a folder outside the corpus {source}; give another")
 
 
 def _load(config: train_config.TrainConfig, source: str | None) -> "language_model.LanguageModel | None":
@@ -183,11 +196,13 @@ def _main(argv: Sequence[str] | None) -> None:
     config = _config(arguments)
     folder = pathlib.Path(arguments.output)
     files = corpus.read(config.corpus)
+    if files.num_skipped:
+        _say(f"{files.num_skipped} files skipped: no text in UTF-8")
     compilation_cache.enable()
     from jdecode.training import export, loop
     from jdecode.training import task as task_lib
 
-    loop.check_folder(folder, arguments.resume)
+    _check_output(folder, arguments.resume, config.corpus.source)
     start, taught_by = _load(config, arguments.init), _load(config, arguments.distill)
     _check_models(arguments, config, start, taught_by)
     source = taught_by or start or _load(config, config.tokenizer)

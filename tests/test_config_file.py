@@ -253,3 +253,9 @@ def test_run_config_can_be_changed_by_replace():
     assert dataclasses.replace(run, max_new_tokens=3).max_new_tokens == 3
     with pytest.raises(ValueError, match="max_new_tokens"):
         dataclasses.replace(run, max_new_tokens=0)
+
+
+def test_a_number_over_every_float_has_a_place():
+    text = f"weights: x\nsampling: {{temperature: 1{'0' * 400}}}"
+    with pytest.raises(ValueError, match=r"^f\.yaml: sampling\.temperature: expected a number that a float"):
+        config_file.loads(text, origin="f.yaml")

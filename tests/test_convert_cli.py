@@ -15,6 +15,7 @@ import pytest
 import jdecode
 from jdecode import convert
 from jdecode.text import tokenizer as tokenizer_lib
+from jdecode.training import loop
 from jdecode.weights import head_pooling, load, orbax_save, parameter_tree, safetensors_save
 from tests import tiny_mha
 
@@ -199,13 +200,26 @@ def test_table_for_people_and_training(tmp_path, capsys, workplace):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+def test_how_the_pooled_model_is_trained(tmp_path, capsys, workplace, monkeypatch: pytest.MonkeyPatch):
+    """A tenth of the steps warms up, the cosine ends at a tenth of the rate, and no weight decays."""
+    seen, fit = [], loop.fit
+    monkeypatch.setattr(loop, "fit", lambda task, *rest, **named: seen.append(task) or fit(task, *rest, **named))
+    arguments = [workplace / "model", tmp_path / "m", "--kv-heads", 1, "--up-train", 20, "--learning-rate", 0.01]
+    assert convert.main([*map(str, arguments), "--corpus", str(workplace / "corpus"), "--suffix", ".txt"]) == 0
+    history = json.loads((tmp_path / "m" / "conversion.json").read_text())["up_training"]["history"]
+    # Steps 9 and 19, counted from 0, of 2 to warm up and 18 to fall: cos(7 pi / 18) = 0.3420 and
+    # cos(17 pi / 18) = -0.9848, in 0.01 (0.1 + 0.9 (1 + cos) / 2):
+    np.testing.assert_allclose([entry["learning_rate"] for entry in history], [0.0070391, 0.00106837], rtol=1e-4)
+    assert [task.config.optimizer.weight_decay for task in seen] == [0.0]
+
+
 BAD = {
     "--up-train 3": "--up-train: expected --kv-heads beside it, got none; only pooled models are trained",
     "--corpus C": "--corpus: expected --kv-heads beside it, got none; only pooled models are trained",
     "--suffix .txt": "--suffix: expected --kv-heads beside it, got none; only pooled models are trained",
     "--seed 0": "--seed: expected --kv-heads beside it, got none; only pooled models are trained",
     "--kv-heads 2 --up-train 0 --seed 0": "--seed: expected steps of --up-train, got 0; leave one of them out",
-    "--kv-heads 2 --learning-rate 0": "learning_rate: expected a number over 0, got 0.0",
+    "--kv-heads 2 --learning-rate 0": "learning_rate: expected a finite number over 0, got 0.0",
     "--kv-heads 2 --corpus nowhere": "corpus: expected standard_library or a folder, got 'nowhere'",
     "--kv-heads 2 --suffix txt": "corpus suffixes: expected suffixes such as .txt, got 'txt'",
     "--kv-heads 3": "num_kv_heads: expected a divisor of the model's 4 key/value heads (1, 2, 4), got 3",

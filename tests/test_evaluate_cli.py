@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jdecode import command_line, config, evaluate, language_model, train
 from jdecode.models import transformer
 from jdecode.text import tokenizer as tokenizer_lib
+from jdecode.training import corpus
 from tests import tiny_models
 
 START, END = 259, 258
@@ -282,3 +283,11 @@ def test_files_are_read_before_the_weights(folder: pathlib.Path, capsys):
     assert capsys.readouterr().err.startswith("jdecode.evaluate: error: corpus: expected files with text")
     assert evaluate.main(["--corpus", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("jdecode.evaluate: error: no model: expected --config or --weights")
+
+
+def test_a_text_that_spells_a_control_token_is_a_text(lm):
+    """A file that holds the end token's name is judged byte by byte."""
+    document = corpus.Document("spelled.txt", "a<end>b")
+    (piece,) = evaluate._cut(lm(), make_tokenizer(), [document], 14)
+    assert len(piece.tokens) == 1 + len("a<end>b") + 1
+    assert np.flatnonzero(piece.tokens == END).tolist() == [0, 8]

@@ -1,5 +1,6 @@
 """The tokenizer: text to token ids and back, from a Hugging Face folder or from a GGUF's own vocabulary."""
 
+import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,12 @@ class Tokenizer:
     def strips_first_space(self) -> bool:
         """Whether decoding drops one space at the very start of a text."""
         return self._kind.strips_first_space
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that decides the ids of a text, in hexadecimal."""
+        parts = (self._backend.to_str(), *(str(ids) for ids in (self.prefix_ids, self.suffix_ids, self.eos_token_ids)))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Turns text into token ids.

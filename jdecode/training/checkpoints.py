@@ -22,6 +22,9 @@ KEPT = 2
 """How many of the latest checkpoints are kept."""
 
 
+_DAMAGED = "it is damaged: remove it, and the one before is resumed from"
+
+
 def is_held_by(run_folder: pathlib.Path) -> bool:
     """Tells whether a folder has a checkpoint that was written to its end."""
     folder = run_folder / FOLDER
@@ -71,7 +74,13 @@ class Checkpoints:
 
     def read_record(self) -> dict[str, Any]:
         """Returns the record of the latest checkpoint."""
-        return self._read("record", ocp.args.JsonRestore())
+        record = self._read("record", ocp.args.JsonRestore())
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{self._folder / str(self.latest_step)}: expected a record that is an object, got "
+                f"{type(record).__name__}; {_DAMAGED}"
+            )
+        return record
 
     def restore(self, like: train_state.TrainState) -> train_state.TrainState:
         """Returns the state of the latest checkpoint, on the devices of ``like``, whose arrays are not read."""
@@ -83,6 +92,6 @@ class Checkpoints:
         step = self.latest_step
         with orbax_folder.reported(
             f"{self._folder / str(step)}: expected a whole checkpoint",
-            "it is damaged: remove it, and the one before is resumed from",
+            _DAMAGED,
         ):
             return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]

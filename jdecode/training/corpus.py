@@ -5,7 +5,9 @@ A file's side never depends on the other files, so a corpus may grow without mov
 
 import dataclasses
 import hashlib
+import os
 import pathlib
+import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
 
@@ -43,11 +45,13 @@ class Corpus:
     Attributes:
       description: where they come from, for the record.
       train, held_out: see above.
+      num_skipped: fitting files that are no text in UTF-8.
     """
 
     description: str
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
+    num_skipped: int = 0
 
     @property
     def digest(self) -> str:
@@ -77,7 +81,8 @@ def read(config: train_config.CorpusConfig) -> Corpus:
         if not folder.is_dir():
             raise ValueError(f"corpus: expected standard_library or a folder, got {config.source!r}")
         paths = list(_walk(folder, config.suffixes))
-    documents = [Document(path.relative_to(folder).as_posix(), text) for path in paths if (text := _text(path))]
+    texts = [(path.relative_to(folder).as_posix(), _text(path)) for path in paths]
+    documents = [Document(name, text) for name, text in texts if text]
     held_out = tuple(document for document in documents if is_held_out(document.name, config.held_out_share))
     train = tuple(document for document in documents if not is_held_out(document.name, config.held_out_share))
     if not train or not held_out:
@@ -86,7 +91,8 @@ def read(config: train_config.CorpusConfig) -> Corpus:
             f"{len(held_out)} held out, of {', '.join(config.suffixes)} in {folder}; give more files, other suffixes "
             "or another held_out_share"
         )
-    return Corpus(description=description, train=train, held_out=held_out)
+    num_skipped = sum(text is None for _, text in texts)
+    return Corpus(description=description, train=train, held_out=held_out, num_skipped=num_skipped)
 
 
 def is_own_source(parts: Sequence[str]) -> bool:
@@ -109,19 +115,31 @@ def is_held_out(name: str, share: float) -> bool:
 
 def _walk(folder: pathlib.Path, suffixes: Sequence[str]) -> Iterator[pathlib.Path]:
     """Yields the files of a folder in the order of their names, with ``/`` (and so on every system the same)."""
-    found = (path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file())
+    found = []
+    for place, _, names in os.walk(folder, onerror=_refuse):
+        found += [path for name in names if (path := pathlib.Path(place, name)).suffix in suffixes and path.is_file()]
+    for path in found:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"corpus: expected file names in UTF-8, got {os.fsencode(path.name)!r}; rename the file"
+            ) from None
     yield from sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _text(path: pathlib.Path) -> str:
-    """Returns a file's text with Unix line ends, empty where it is not UTF-8."""
+def _refuse(error: OSError) -> None:
+    """Ends a walk at a folder that cannot be read: the corpus must not depend on who runs it."""
+    raise ValueError(f"corpus: expected folders that can be read, got {error.filename}: {error.strerror}") from error
+
+
+def _text(path: pathlib.Path) -> str | None:
+    """Returns a file's text with Unix line ends, ``None`` where it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        return ""
+        return None
 
 
 def _standard_library_name() -> str:
-    import platform
-
     return f"the standard library of {platform.python_implementation()} {platform.python_version()}"

@@ -31,6 +31,7 @@ def export(
     rounded = jax.tree.map(lambda leaf: leaf.astype(config.weight_dtype), params)
     exact = jax.tree.map(lambda leaf: leaf.astype("float32"), rounded)
     loss = held_out.evaluate(task.model, exact, task.judged, task.token_num_bytes)
+    loss.check_finite(f"weights in {config.weight_dtype}")
     complete = {
         **losses,
         "command": command,

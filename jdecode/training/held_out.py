@@ -58,13 +58,31 @@ class HeldOutLoss:
 
     @property
     def perplexity(self) -> float:
-        """``exp`` of the mean loss a token."""
-        return math.exp(self.nats_a_token)
+        """``exp`` of the mean loss a token, infinite where that is more than a float can hold."""
+        try:
+            return math.exp(self.nats_a_token)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits_per_byte(self) -> float:
         """What one byte of text costs."""
         return self.nats / math.log(2) / self.num_bytes
+
+    def check_finite(self, what: str) -> None:
+        """Refuses to go on with a broken model.
+
+        Args:
+          what: starts the message.
+
+        Raises:
+          FloatingPointError: the loss is not finite, or its perplexity is not.
+        """
+        if not math.isfinite(self.nats) or not math.isfinite(self.perplexity):
+            raise FloatingPointError(
+                f"{what}: expected a finite loss and perplexity, got {self.nats_a_token:g} nats a token; lower the "
+                "learning_rate, lengthen the warm-up, or store the weights in a wider dtype"
+            )
 
 
 def pieces(documents: Sequence[np.ndarray], sequence_len: int, end_token_id: int) -> list[Piece]:

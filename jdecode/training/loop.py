@@ -123,7 +123,7 @@ def _at(facts: Any, place: str) -> str:
     """Shows what stands at a place, such as ``config.seed``."""
     for name in place.split("."):
         facts = facts.get(name) if isinstance(facts, dict) else None
-    text = repr(facts)
+    text = "one" if isinstance(facts, dict) else "none" if facts is None else repr(facts)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -132,21 +132,17 @@ def _entry(task: task_lib.Task, step: int, scalars: Sequence[dict[str, jax.Array
     values = jax.device_get(scalars)
     means = {name: float(np.mean([value[name] for value in values], dtype=np.float64)) for name in values[0]}
     if not math.isfinite(means["loss"]):
-        raise _not_finite("loss", means["loss"], step)
+        raise FloatingPointError(
+            f"loss: expected a finite number, got {means['loss']} by step {step}; lower the learning_rate, or lengthen "
+            "the warm-up"
+        )
     means["learning_rate"] = float(values[-1]["learning_rate"])
     return {"step": step, "tokens": step * task.config.sequences_a_step * task.config.sequence_len, **means}
 
 
-def _not_finite(what: str, got: float, step: int) -> FloatingPointError:
-    return FloatingPointError(
-        f"{what}: expected a finite number, got {got} by step {step}; lower the learning_rate, or lengthen the warm-up"
-    )
-
-
 def _look(task: task_lib.Task, state: train_state.TrainState, step: int) -> dict[str, float]:
     loss = held_out.evaluate(task.model, state.params, held_out.some(task.judged, LOOK_PIECES), task.token_num_bytes)
-    if not math.isfinite(loss.nats):
-        raise _not_finite("held-out loss", loss.nats, step)
+    loss.check_finite(f"held-out files after step {step}")
     return {
         "step": step,
         "tokens": step * task.config.sequences_a_step * task.config.sequence_len,

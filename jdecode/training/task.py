@@ -1,6 +1,7 @@
 """A training run put together: model, objective, data, and the facts that make it this run and no other."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.training import corpus, held_out, objective, token_stream, train_config
 
 # Words for people, and where the files lie: free to change in the middle of a run. Contents count by their digest.
-_FREE = ("config.name", "config.description", "config.limits", "config.corpus.source", "corpus.description")
+_FREE = (
+    *("config.name", "config.description", "config.limits"),
+    *("config.corpus.source", "corpus.description", "teacher.name"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,7 @@ def make_task(
             "held_out_bytes": sum(document.num_bytes for document in files.held_out),
             "held_out_tokens": sum(len(document) for document in judged),
         },
+        "tokenizer": {"sha256": tokenizer.digest},
         "start": {"weights": start},
     }
     learned: objective.NextToken | objective.Distillation = objective.NextToken(model)
@@ -114,6 +119,7 @@ def make_task(
             teacher_stream = token_stream.TokenStream(teacher.texts, config.sequence_len)
         facts["teacher"] = {
             "name": teacher.name,
+            "sha256": _digest(teacher.params),
             "generated_tokens": sum(len(text) for text in teacher.texts),
             "sequences_a_step": num_written(config) if teacher.texts else 0,
         }
@@ -128,6 +134,15 @@ def make_task(
         token_num_bytes=token_num_bytes,
         facts=jsonable(facts),
     )
+
+
+def _digest(params: Any) -> str:
+    """Returns the SHA-256 of parameters, in hexadecimal: a path names a teacher, but its weights are the teacher."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def check_tokenizer(config: train_config.TrainConfig, tokenizer: tokenizer_lib.Tokenizer) -> None:

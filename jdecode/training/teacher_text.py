@@ -3,6 +3,8 @@
 A draft has to predict what its target writes, which is not quite what people wrote (Kim and Rush 2016, §3.2).
 """
 
+import pathlib
+import zipfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +18,30 @@ BATCH_SIZE = 32
 Generate = Callable[[list[list[int]], int, Sequence[int]], Sequence[Sequence[int]]]
 """``generate(prompts, max_new_tokens, seeds)`` returns the new ids of each prompt, drawn by a seed of its own: with one
 seed for all, prompts of one length would be continued by the same draws."""
+
+
+def save(path: pathlib.Path, texts: Sequence[np.ndarray]) -> None:
+    """Writes texts; they appear under their name only when all of them are written."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        np.savez(file, tokens=np.concatenate(texts), ends=np.cumsum([len(text) for text in texts]))
+    part.replace(path)
+
+
+def load(path: pathlib.Path) -> list[np.ndarray]:
+    """Reads what ``save`` wrote.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    try:
+        with path.open("rb") as file, np.load(file) as stored:  # numpy leaves a damaged file open
+            return np.split(stored["tokens"], stored["ends"][:-1])
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path}: expected the teacher's text, got: {' '.join(str(error).split())[:200]}; remove it, and the "
+            "teacher writes it again"
+        ) from error
 
 
 def write(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from jdecode import config
 
@@ -10,21 +9,12 @@ STANDARD_LIBRARY = "standard_library"
 """The corpus that every machine has: the source of the running Python's own standard library."""
 
 
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+COUNT_LIMIT = 2**31 - 1
+"""Counts are held in 32 bits."""
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    _check(is_count, f"{name}: expected a count of at least {least}, got {value!r}")
-
-
-def _check_share(name: str, value: float, *, low: float = 0.0, high: float = 1.0) -> None:
-    _check(
-        math.isfinite(value) and low <= value <= high,
-        f"{name}: expected a number from {low:g} to {high:g}, got {value!r}",
-    )
+def _check_share(name: str, value: float) -> None:
+    config.check_number(name, value, 0, 1, "a number from 0 to 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +32,11 @@ class CorpusConfig:
     held_out_share: float = 0.05
 
     def __post_init__(self) -> None:
-        _check(bool(self.source), "corpus source: expected standard_library or a folder, got an empty text")
-        _check(bool(self.suffixes), "corpus suffixes: expected at least one, got none")
+        config.check(bool(self.source), "corpus source: expected standard_library or a folder, got an empty text")
+        config.check(bool(self.suffixes), "corpus suffixes: expected at least one, got none")
         for suffix in self.suffixes:
-            _check(suffix.startswith("."), f"corpus suffixes: expected suffixes such as .txt, got {suffix!r}")
-        _check(
+            config.check(suffix.startswith("."), f"corpus suffixes: expected suffixes such as .txt, got {suffix!r}")
+        config.check(
             0 < self.held_out_share < 1,
             f"held_out_share: expected a number over 0 and under 1, got {self.held_out_share!r}",
         )
@@ -75,19 +65,17 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        positive = math.isfinite(self.learning_rate) and self.learning_rate > 0
-        _check(positive, f"learning_rate: expected a number over 0, got {self.learning_rate!r}")
-        _check(self.epsilon > 0, f"epsilon: expected a number over 0, got {self.epsilon!r}")
-        _check_count("warmup_steps", self.warmup_steps, 0)
+        over_0 = "a finite number over 0"
+        for name in ("learning_rate", "epsilon"):
+            config.check_number(name, getattr(self, name), 0, math.inf, over_0, exclusive=True)
+        if self.clip_norm is not None:
+            config.check_number("clip_norm", self.clip_norm, 0, math.inf, f"{over_0} or null", exclusive=True)
+        config.check_count("warmup_steps", self.warmup_steps, 0)
         _check_share("final_share", self.final_share)
-        _check_share("weight_decay", self.weight_decay, high=10.0)
+        config.check_number("weight_decay", self.weight_decay, 0, 10, "a number from 0 to 10")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            _check(0 <= value < 1, f"{name}: expected a number from 0 to under 1, got {value!r}")
-        _check(
-            self.clip_norm is None or self.clip_norm > 0,
-            f"clip_norm: expected a number over 0 or null, got {self.clip_norm!r}",
-        )
+            config.check(0 <= value < 1, f"{name}: expected a number from 0 to under 1, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,13 +98,12 @@ class DistillConfig:
     generated_share: float = 0.5
 
     def __post_init__(self) -> None:
-        finite = math.isfinite(self.temperature) and self.temperature > 0
-        _check(finite, f"distill temperature: expected a number over 0, got {self.temperature!r}")
-        drawn = math.isfinite(self.generated_temperature) and self.generated_temperature >= 0
-        _check(drawn, f"generated_temperature: expected a number of at least 0, got {self.generated_temperature!r}")
+        over_0, at_least_0 = "a finite number over 0", "a finite number of at least 0"
+        config.check_number("distill temperature", self.temperature, 0, math.inf, over_0, exclusive=True)
+        config.check_number("generated_temperature", self.generated_temperature, 0, math.inf, at_least_0)
         _check_share("teacher_share", self.teacher_share)
         _check_share("generated_share", self.generated_share)
-        _check_count("generated_tokens", self.generated_tokens, 0)
+        config.check_count("generated_tokens", self.generated_tokens, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,14 +146,31 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation_steps", "num_steps", "evaluate_every", "checkpoint_every"):
-            _check_count(name, getattr(self, name), 1)
-        _check_count("sequence_len", self.sequence_len, 2)
-        _check_count("seed", self.seed, 0)
+            config.check_count(name, getattr(self, name), 1)
+        config.check_count("sequence_len", self.sequence_len, 2)
+        config.check_count("seed", self.seed, 0)
+        config.check(self.seed <= COUNT_LIMIT, f"seed: expected a count up to {COUNT_LIMIT}, got {self.seed}")
+        tokens = self.sequences_a_step * (self.sequence_len + 1)
+        config.check(
+            tokens <= COUNT_LIMIT,
+            f"batch_size: expected up to {COUNT_LIMIT} tokens a step, got {tokens}; lower it, accumulation_steps or "
+            "sequence_len",
+        )
+        sequences = self.num_steps * self.sequences_a_step
+        config.check(
+            sequences <= COUNT_LIMIT,
+            f"num_steps: expected up to {COUNT_LIMIT} sequences in all, got {sequences}; lower it or the batch_size",
+        )
+        config.check(
+            self.sequence_len <= self.architecture.max_positions,
+            f"sequence_len: expected at most the architecture's max_positions {self.architecture.max_positions}, got "
+            f"{self.sequence_len}; raise max_positions, or shorten the sequences",
+        )
         dtypes = ("float32", "bfloat16", "float16")
-        _check(
+        config.check(
             self.weight_dtype in dtypes, f"weight_dtype: expected one of {', '.join(dtypes)}, got {self.weight_dtype!r}"
         )
-        _check(
+        config.check(
             self.optimizer.warmup_steps < self.num_steps,
             f"warmup_steps: expected fewer than num_steps {self.num_steps}, got {self.optimizer.warmup_steps}; give "
             "more steps or a shorter warm-up",

@@ -5,7 +5,7 @@ report says how much: the held-out loss before, after pooling and after up-train
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,25 +68,15 @@ def pool_and_train(
     pooled_model = head_pooling.pooled_config(model, num_kv_heads)
     task = task_lib.make_task(_run_config(pooled_model, num_steps, optimizer, seed), files, tokenizer)
     judged = held_out.some(task.judged, JUDGED_PIECES)
-    losses: dict[str, dict[str, float] | None] = {"up_trained": None}
-
-    def judge(stage: str, of: config_lib.ModelConfig, tree: Mapping[str, Any]) -> None:
-        module = transformer.Transformer(of, backend="banded", dtype="float32")
-        loss = held_out.evaluate(module, {"params": tree}, judged, task.token_num_bytes)
-        losses[stage] = {
-            "nats_a_token": loss.nats_a_token,
-            "perplexity": loss.perplexity,
-            "bits_per_byte": loss.bits_per_byte,
-        }
-        say(f"{stage.replace('_', '-')}: {loss.nats_a_token:.4f} nats a token")
-
-    judge("before", model, params)
-    pooled, _ = head_pooling.pool_kv_heads(params, model, num_kv_heads)
+    judge = functools.partial(_judge, judged=judged, token_num_bytes=task.token_num_bytes, say=say)
+    losses: dict[str, Any] = {"before": judge("before", model, params)}
+    rounded, _ = head_pooling.pool_kv_heads(params, model, num_kv_heads)
+    losses["pooled"] = judge("pooled", pooled_model, _rounded(rounded, "float32" if num_steps else dtype))
+    losses["up_trained"] = up_training = None
     if num_steps:
-        judge("pooled", pooled_model, pooled)
-        trained, record = loop.fit(task, None, init_params={"params": pooled})
-        rounded = _rounded(trained["params"], dtype)
-        judge("up_trained", pooled_model, _rounded(rounded, "float32"))
+        trained, record = loop.fit(task, None, init_params={"params": rounded})
+        rounded = trained["params"]
+        losses["up_trained"] = judge("up-trained", pooled_model, _rounded(rounded, dtype))
         up_training = {
             "steps": num_steps,
             "learning_rate": optimizer.learning_rate,
@@ -95,12 +85,9 @@ def pool_and_train(
             "sequences_a_step": task.config.sequences_a_step,
             "history": record["history"],
         }
-    else:
-        rounded, up_training = _rounded(pooled, dtype), None
-        judge("pooled", pooled_model, _rounded(rounded, "float32"))
     report = {
         "kv_heads": {"before": model.num_kv_heads, "after": num_kv_heads},
-        "losses": {stage: losses[stage] for stage in ("before", "pooled", "up_trained")},
+        "losses": losses,
         "judged": {
             "corpus": task.facts["corpus"],
             "pieces": len(judged),
@@ -109,7 +96,28 @@ def pool_and_train(
         "up_training": up_training,
         "cache": _cache_report(model, pooled_model, dtype),
     }
-    return rounded, pooled_model, report
+    return _rounded(rounded, dtype), pooled_model, report
+
+
+def _judge(
+    stage: str,
+    model: config_lib.ModelConfig,
+    params: Mapping[str, Any],
+    *,
+    judged: Sequence[held_out.Piece],
+    token_num_bytes: np.ndarray,
+    say: Callable[[str], None],
+) -> dict[str, float]:
+    """Returns the loss of parameters of any dtype, computed in float32."""
+    module = transformer.Transformer(model, backend="banded", dtype="float32")
+    loss = held_out.evaluate(module, {"params": _rounded(params, "float32")}, judged, token_num_bytes)
+    loss.check_finite(stage)
+    say(f"{stage}: {loss.nats_a_token:.4f} nats a token")
+    return {
+        "nats_a_token": loss.nats_a_token,
+        "perplexity": loss.perplexity,
+        "bits_per_byte": loss.bits_per_byte,
+    }
 
 
 def cache_bytes(model: config_lib.ModelConfig, dtype: str, capacity: int) -> int:

@@ -106,6 +106,8 @@ def _open_folder(folder: pathlib.Path) -> Checkpoint:
     if not (folder / "config.json").exists():
         files = sorted(path.name for path in folder.glob("*.gguf"))
         remedy = f"give the file {folder / files[0]}" if files else "give the folder of a Hugging Face checkpoint"
+        if (folder / "model" / "config.json").exists():  # the folder of a training run
+            remedy = f"give its {folder / 'model'}"
         raise ValueError(f"{folder}: expected config.json in the folder, got none; {remedy}")
     values = json_file.read_object(folder / "config.json")
     if "model_type" not in values:

@@ -116,6 +116,12 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_is_still_there(stat
     message = str(refused.value)
     assert message.startswith(f"{path}: expected a whole checkpoint, got: ") and "\n" not in message
     assert message.endswith("; it is damaged: remove it, and the one before is resumed from")
+    record.write_text("[1]")
+    with (
+        checkpoints.Checkpoints(tmp_path) as kept,
+        pytest.raises(ValueError, match=r"/4: expected a record that is an object, got list; it is damaged: "),
+    ):
+        kept.read_record()
     shutil.rmtree(path)
     with checkpoints.Checkpoints(tmp_path) as kept:
         assert kept.latest_step == 2 and kept.read_record() == RECORD

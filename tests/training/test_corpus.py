@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 import sysconfig
 
@@ -164,3 +165,33 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
         with pytest.raises(ValueError) as refused:
             read(source)
         assert str(refused.value) == f"corpus: expected standard_library or a folder, got {str(source)!r}"
+
+
+def test_files_that_are_no_text_are_counted(tmp_path):
+    write(tmp_path, {"a.txt": "one", "b.txt": "two", "é.txt": b"\xff\xfe", "empty.txt": ""})
+    assert read(tmp_path).num_skipped == 1
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path):
+    write(tmp_path, {"a.txt": "one", "b.txt": "two"})
+    (pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.txt"))).write_text("three")
+    with pytest.raises(ValueError) as refused:
+        read(tmp_path)
+    assert str(refused.value) == r"corpus: expected file names in UTF-8, got b'bad\xff.txt'; rename the file"
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """The corpus must not depend on who reads it. (Root can read any folder, so the system's answer is put in.)"""
+    write(tmp_path, {"a.txt": "one", "b.txt": "two", "closed/c.txt": "three"})
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(
+        ValueError, match=r"^corpus: expected folders that can be read, got .*closed: Permission denied$"
+    ):
+        read(tmp_path)

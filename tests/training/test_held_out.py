@@ -137,3 +137,12 @@ def test_evaluate_by_asks_for_whole_pieces_and_counts_the_predicted(judged):
     loss = held_out.evaluate_by(score, judged, NUM_BYTES)
     assert asked == [piece.tokens.tolist() for piece in judged] and len(asked) > held_out.BATCH_SIZE
     assert loss.nats == sum(at for piece in judged for at in range(piece.num_context, len(piece.tokens)))
+
+
+def test_a_loss_that_no_float_can_turn_into_a_perplexity():
+    ruined = held_out.HeldOutLoss(nats=7100.0, num_tokens=10, num_bytes=20)  # e^710 is over the greatest float
+    assert ruined.perplexity == math.inf
+    for nats in (7100.0, math.nan, math.inf):
+        with pytest.raises(FloatingPointError, match=r"^weights: expected a finite loss and perplexity, got "):
+            held_out.HeldOutLoss(nats=nats, num_tokens=10, num_bytes=20).check_finite("weights")
+    held_out.HeldOutLoss(nats=7000.0, num_tokens=10, num_bytes=20).check_finite("weights")

@@ -1,6 +1,7 @@
 """The loop: a run is the same whether it was stopped or not, and refuses what would be another run."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -274,9 +275,57 @@ def test_another_corpus_is_refused(finished):
 
 def test_another_start_or_teacher_is_refused(finished):
     task = task_lib.make_task(CONFIG, tiny_run.files(), tiny_run.tokenizer(), start="runs/before/model")
-    assert refused_resume(finished, task).startswith("start.weights ('runs/before/model', before None)")
+    assert refused_resume(finished, task).startswith("start.weights ('runs/before/model', before none)")
     message = refused_resume(finished, tiny_run.task(teacher()))
-    assert message.startswith("teacher ({") and "before None)" in message
+    assert message.startswith("teacher (one, before none)")
+
+
+def test_another_weight_of_the_teacher_is_refused_and_another_name_is_not():
+    """A path names a teacher; what it is are its weights."""
+    one = tiny_run.task(teacher()).facts
+    renamed = tiny_run.task(dataclasses.replace(teacher(), name="elsewhere")).facts
+    assert task_lib.difference(one, renamed) is None
+    params = jax.tree.map(jnp.copy, teacher().params)
+    params["params"]["final_norm"]["scale"] = params["params"]["final_norm"]["scale"].at[3].add(1e-6)
+    other = tiny_run.task(dataclasses.replace(teacher(), params=params)).facts
+    assert task_lib.difference(one, other) == "teacher.sha256"
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    """The same tokens under other numbers."""
+    tiny_run.tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    vocab = stored["model"]["vocab"]
+    first, second = (next(token for token, idx in vocab.items() if idx == number) for number in (280, 281))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(stored))
+    other = task_lib.make_task(CONFIG, tiny_run.files(), tokenizer_lib.from_folder(tmp_path))
+    assert task_lib.difference(tiny_run.task().facts, other.facts) == "tokenizer.sha256"
+    again = task_lib.make_task(CONFIG, tiny_run.files(), tiny_run.tokenizer())
+    assert task_lib.difference(tiny_run.task().facts, again.facts) is None
+
+
+def test_the_key_of_a_checkpoint_orders_the_rest(finished, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """A run resumed from a checkpoint with another key reads other sequences than the one that was not stopped."""
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 4)
+        with pytest.raises(Stopped):
+            loop.fit(tiny_run.task(), tmp_path)
+    with checkpoints.Checkpoints(tmp_path) as kept:
+        record = kept.read_record()
+        state = kept.restore(train_state.init_state(finished.task.model, CONFIG))
+    shutil.rmtree(tmp_path / checkpoints.FOLDER)
+    with checkpoints.Checkpoints(tmp_path) as kept:
+        kept.save(dataclasses.replace(state, key=jax.random.key(77)), record)
+    read = []
+    batch = task_lib.batch
+    monkeypatch.setattr(task_lib, "batch", lambda *arguments: read.append(batch(*arguments)) or read[-1])
+    loop.fit(tiny_run.task(), tmp_path, resume=True)
+    assert len(read) == 3
+    for step, tokens in enumerate(read, start=4):
+        np.testing.assert_array_equal(tokens, batch(finished.task, jax.random.key(77), step * 6))
+        assert (tokens != batch(finished.task, finished.state.key, step * 6)).any()
 
 
 def test_a_folder_with_a_run_is_not_started_anew(finished):
@@ -314,7 +363,7 @@ def test_a_last_step_that_ruins_the_weights_ends_the_run(tmp_path):
     """Its own loss is still a number; that of the held-out files after it is none."""
     # A decay of ten times the rate, over the greatest number of float32.
     optimizer = train_config.OptimizerConfig(learning_rate=3.4e38, warmup_steps=0, weight_decay=10.0)
-    with pytest.raises(FloatingPointError, match=r"^held-out loss: expected a finite number, got (nan|inf) by step 1;"):
+    with pytest.raises(FloatingPointError, match=r"^held-out files after step 1: expected a finite"):
         loop.fit(tiny_run.task(optimizer=optimizer, num_steps=1), tmp_path)
 
 
@@ -379,7 +428,12 @@ def test_a_task_with_a_teacher():
     task = tiny_run.task(teacher(texts=WRITTEN), distill=distill)
     assert (task.objective.temperature, task.objective.teacher_share) == (2.0, 0.75)  # pyright: ignore
     assert task.objective.teacher.backend == "banded"  # pyright: ignore[reportAttributeAccessIssue]
-    assert task.facts["teacher"] == {"name": "teacher", "generated_tokens": 62, "sequences_a_step": 3}
+    assert task.facts["teacher"] == {
+        "name": "teacher",
+        "sha256": task.facts["teacher"]["sha256"],
+        "generated_tokens": 62,
+        "sequences_a_step": 3,
+    }
 
 
 def test_a_share_that_rounds_to_nothing_is_refused():

@@ -92,3 +92,22 @@ def test_what_cannot_be_is_refused():
         ValueError, match=r"^teacher: expected new tokens, got none for any prompt; is it a trained model\?$"
     ):
         write(Teacher([]))
+
+
+def test_saved_and_loaded(tmp_path):
+    texts = [np.asarray(row, np.int32) for row in ([5, 6, END], [7, END], [8, 9, 10, END])]
+    teacher_text.save(tmp_path / "t.npz", texts)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+    assert [text.tolist() for text in teacher_text.load(tmp_path / "t.npz")] == [text.tolist() for text in texts]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, -1])
+def test_a_damaged_file_is_one_line(tmp_path, num_bytes):
+    path = tmp_path / "t.npz"
+    teacher_text.save(path, [np.arange(40, dtype=np.int32)])
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ValueError) as refused:
+        teacher_text.load(path)
+    message = str(refused.value)
+    assert message.startswith(f"{path}: expected the teacher's text, got: ") and "\n" not in message
+    assert message.endswith("; remove it, and the teacher writes it again")
