@@ -6,6 +6,7 @@ neither run.
 
 import logging
 import pathlib
+import re
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ _DAMAGED = "it is damaged: remove it, and the one before is resumed from"
 def is_held_by(run_folder: pathlib.Path) -> bool:
     """Tells whether a folder has a checkpoint that was written to its end."""
     folder = run_folder / FOLDER
-    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+    return folder.is_dir() and any(re.fullmatch(r"[0-9]+", path.name) and path.is_dir() for path in folder.iterdir())
 
 
 class Checkpoints:

@@ -39,7 +39,9 @@ def check_folder(folder: pathlib.Path, resume: bool) -> None:
             f"{folder}: expected a folder without a run, got one with checkpoints; resume it, or give another"
         )
     if resume and not has_run:
-        raise ValueError(f"{folder}: expected a run to resume, got no checkpoint in it; start it without --resume")
+        raise ValueError(
+            f"{folder}: expected a run to resume, got no checkpoint in it; start one without --resume, in a new folder"
+        )
 
 
 def fit(

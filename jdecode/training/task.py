@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdecode import config as config_lib
 from jdecode.models import transformer
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.training import corpus, held_out, objective, token_stream, train_config
@@ -119,7 +120,8 @@ def make_task(
             teacher_stream = token_stream.TokenStream(teacher.texts, config.sequence_len)
         facts["teacher"] = {
             "name": teacher.name,
-            "sha256": _digest(teacher.params),
+            "sha256": _digest(teacher.params, teacher.model.config),
+            "text_sha256": _digest(list(teacher.texts)),
             "generated_tokens": sum(len(text) for text in teacher.texts),
             "sequences_a_step": num_written(config) if teacher.texts else 0,
         }
@@ -136,10 +138,10 @@ def make_task(
     )
 
 
-def _digest(params: Any) -> str:
-    """Returns the SHA-256 of parameters, in hexadecimal: a path names a teacher, but its weights are the teacher."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+def _digest(tree: Any, config: config_lib.ModelConfig | None = None) -> str:
+    """Returns the SHA-256 of arrays and the model that they are of: a path names a teacher, but these are it."""
+    digest = hashlib.sha256(repr(config).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()

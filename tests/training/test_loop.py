@@ -199,7 +199,8 @@ def test_stopped_before_the_first_checkpoint_starts_anew(finished, tmp_path, mon
         with pytest.raises(Stopped):
             loop.fit(tiny_run.task(), tmp_path)
     with pytest.raises(
-        ValueError, match="expected a run to resume, got no checkpoint in it; start it without --resume"
+        ValueError,
+        match="expected a run to resume, got no checkpoint in it; start one without --resume, in a new folder",
     ):
         loop.fit(tiny_run.task(), tmp_path, resume=True)
     assert_same_run(finished, tmp_path, *loop.fit(tiny_run.task(), tmp_path))
@@ -289,6 +290,17 @@ def test_another_weight_of_the_teacher_is_refused_and_another_name_is_not():
     params["params"]["final_norm"]["scale"] = params["params"]["final_norm"]["scale"].at[3].add(1e-6)
     other = tiny_run.task(dataclasses.replace(teacher(), params=params)).facts
     assert task_lib.difference(one, other) == "teacher.sha256"
+    model = dataclasses.replace(teacher().model, config=dataclasses.replace(teacher().model.config, norm_eps=1e-4))
+    other = tiny_run.task(dataclasses.replace(teacher(), model=model)).facts
+    assert task_lib.difference(one, other) == "teacher.sha256"
+
+
+def test_another_text_of_the_teacher_is_refused():
+    """Of as many tokens as the one before."""
+    one = tiny_run.task(teacher(texts=WRITTEN)).facts
+    assert task_lib.difference(one, tiny_run.task(teacher(texts=WRITTEN)).facts) is None
+    other = tiny_run.task(teacher(texts=[WRITTEN[0] + 1, WRITTEN[1]])).facts
+    assert task_lib.difference(one, other) == "teacher.text_sha256"
 
 
 def test_another_tokenizer_is_refused(tmp_path):
@@ -337,11 +349,15 @@ def test_a_folder_with_a_run_is_not_started_anew(finished):
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path):
-    for folder in (tmp_path, tmp_path / "absent"):
+    for name in ("file", "other"):
+        (tmp_path / name / checkpoints.FOLDER).mkdir(parents=True)
+    (tmp_path / "file" / checkpoints.FOLDER / "5").touch()
+    (tmp_path / "other" / checkpoints.FOLDER / "٣").mkdir()  # a number, but no name of a checkpoint
+    for folder in (tmp_path, tmp_path / "absent", tmp_path / "file", tmp_path / "other"):
         with pytest.raises(ValueError) as refused:
             loop.check_folder(folder, resume=True)
         assert str(refused.value) == (
-            f"{folder}: expected a run to resume, got no checkpoint in it; start it without --resume"
+            f"{folder}: expected a run to resume, got no checkpoint in it; start one without --resume, in a new folder"
         )
         loop.check_folder(folder, resume=False)
     assert not (tmp_path / "absent").exists()
@@ -431,6 +447,7 @@ def test_a_task_with_a_teacher():
     assert task.facts["teacher"] == {
         "name": "teacher",
         "sha256": task.facts["teacher"]["sha256"],
+        "text_sha256": task.facts["teacher"]["text_sha256"],
         "generated_tokens": 62,
         "sequences_a_step": 3,
     }

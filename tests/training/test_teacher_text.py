@@ -111,3 +111,24 @@ def test_a_damaged_file_is_one_line(tmp_path, num_bytes):
     message = str(refused.value)
     assert message.startswith(f"{path}: expected the teacher's text, got: ") and "\n" not in message
     assert message.endswith("; remove it, and the teacher writes it again")
+
+
+@pytest.mark.parametrize("damage", [{10: 99}, {10: 8}, {8: 1}])
+def test_a_damaged_table_is_one_line(tmp_path, damage):
+    """By its bytes the text is compressed, by no known method or by one that it is not, or encrypted."""
+    path = tmp_path / "t.npz"
+    teacher_text.save(path, [np.arange(40, dtype=np.int32)])
+    content = bytearray(path.read_bytes())
+    for offset, value in damage.items():
+        content[content.index(b"PK\x01\x02") + offset] = value
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"t\.npz: expected the teacher's text, got: .*; remove it, and the teacher "):
+        teacher_text.load(path)
+
+
+def test_another_kind_of_file_is_one_line(tmp_path):
+    path = tmp_path / "t.npz"
+    with path.open("wb") as file:
+        np.save(file, np.arange(40))
+    with pytest.raises(ValueError, match=r"t\.npz: expected the teacher's text, got: "):
+        teacher_text.load(path)
