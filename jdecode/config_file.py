@@ -150,6 +150,8 @@ def _convert(expected: Any, value: Any, place: str) -> Any:
     if not _is_scalar_of(expected, value):
         words = SCALAR_NAMES[expected] + (" or null" if may_be_null else "")
         _fail(place, f"expected {words}, got {_value_name(value)}")
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        _fail(place, "expected Unicode text, got a lone surrogate; remove it")
     try:
         return float(value) if expected is float else value
     except OverflowError:

@@ -144,11 +144,14 @@ def _main(argv: Sequence[str] | None) -> None:
     optimizer, files = _optimizer(arguments), None
     if arguments.kv_heads is not None:
         chosen = {"source": arguments.corpus, "suffixes": arguments.suffix and tuple(arguments.suffix)}
+        if arguments.corpus:
+            corpus.check_outside(output, arguments.corpus)
         files = corpus.read(train_config.CorpusConfig(**{name: value for name, value in chosen.items() if value}))
     compilation_cache.enable()
     from jdecode.weights import checkpoint, load, model_folder, orbax_save, parameter_tree, safetensors_save
 
     opened = checkpoint.open_checkpoint(arguments.source)
+    model_folder.config_values(opened.config)  # before hours of training
     dtype = opened.exact_dtype if arguments.dtype == "auto" else arguments.dtype
     output.parent.mkdir(parents=True, exist_ok=True)
     # Beside the output, so that the finished folder is moved there whole, or not at all.

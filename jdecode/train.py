@@ -37,13 +37,17 @@ def build_parser() -> command_line.ArgumentParser:
         prog=f"python -m {NAME}", description="Trains a language model.", epilog=_EPILOG
     )
     count = command_line.whole_number(1)
-    parser.add_argument("--config", metavar="FILE", required=True, help="as given, in ./configs/training, or shipped")
-    parser.add_argument("--output", metavar="FOLDER", required=True, type=command_line.plain_text, help="of the run")
+    text = command_line.plain_text
+    where = "as given, in ./configs/training, or shipped"
+    parser.add_argument("--config", metavar="FILE", required=True, type=text, help=where)
+    parser.add_argument("--output", metavar="FOLDER", required=True, type=text, help="of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the folder's latest checkpoint")
-    parser.add_argument("--corpus", metavar="FOLDER", type=command_line.plain_text, help="of text files, to learn from")
-    parser.add_argument("--suffix", metavar=".TXT", action="append", help="of the files to read; may be repeated")
-    parser.add_argument("--distill", metavar="SOURCE", type=command_line.plain_text, help="a teacher's weights")
-    parser.add_argument("--init", metavar="SOURCE", type=command_line.plain_text, help="weights to start from")
+    parser.add_argument("--corpus", metavar="FOLDER", type=text, help="of text files, to learn from")
+    parser.add_argument(
+        "--suffix", metavar=".TXT", action="append", type=text, help="of the files to read; may be repeated"
+    )
+    parser.add_argument("--distill", metavar="SOURCE", type=text, help="a teacher's weights")
+    parser.add_argument("--init", metavar="SOURCE", type=text, help="weights to start from")
     parser.add_argument("--steps", metavar="N", type=count, help="of the optimiser")
     parser.add_argument("--seed", metavar="S", type=command_line.whole_number(), help="of first weights and order")
     return parser
@@ -67,23 +71,21 @@ def _tokenizer(
     files: corpus.Corpus,
     folder: pathlib.Path,
     source: "language_model.LanguageModel | None",
-    resume: bool,
 ) -> "tokenizer_lib.Tokenizer":
-    """Returns the tokenizer of the model that the run starts from or learns from, or a new one."""
+    """Returns the tokenizer of the model that the run starts from or learns from, or a new one.
+
+    A model's own also names the end tokens that a folder of a tokenizer cannot, so it counts in a resumed run, too.
+    """
     from jdecode.text import tokenizer as tokenizer_lib
     from jdecode.training import vocabulary
 
     kept = folder / TOKENIZER_FOLDER
-    if resume and kept.is_dir():
-        return tokenizer_lib.from_folder(kept)
     if source is not None:
         assert source.tokenizer is not None
-        tokenizer = source.tokenizer
-    else:
-        texts = (document.text for document in files.train)
-        tokenizer = vocabulary.train_tokenizer(texts, config.architecture.vocab_size)
-    tokenizer.save(kept)
-    return tokenizer
+        return source.tokenizer
+    if kept.is_dir():
+        return tokenizer_lib.from_folder(kept)
+    return vocabulary.train_tokenizer((document.text for document in files.train), config.architecture.vocab_size)
 
 
 def _teacher(
@@ -132,13 +134,10 @@ def _check_output(folder: pathlib.Path, resume: bool, source: str) -> None:
 
     loop.check_folder(folder, resume)
     if resume:
-        if (folder / export.MODEL_FOLDER).exists() and not (folder / export.MODEL_FOLDER).is_dir():
-            raise ValueError(f"{folder / export.MODEL_FOLDER}: expected a folder, got a file; move it away")
+        export.check_model_folder(folder)
     else:
         command_line.check_new_folder(folder)
-    corpus_folder = pathlib.Path(source).resolve()
-    if source != train_config.STANDARD_LIBRARY and corpus_folder in (folder.resolve(), *folder.resolve().parents):
-        raise ValueError(f"--output {folder}: expected a folder outside the corpus {source}; give another")
+    corpus.check_outside(folder, source)
 
 
 def _load(config: train_config.TrainConfig, source: str | None) -> "language_model.LanguageModel | None":
@@ -161,9 +160,11 @@ def _check_models(
     start: "language_model.LanguageModel | None",
     teacher: "language_model.LanguageModel | None",
 ) -> None:
-    """Refuses a start of another architecture, and a teacher of other tokens, before anything is computed."""
+    """Refuses what cannot be written in the end, a start of another architecture, and a teacher of other tokens."""
     from jdecode.training import objective
+    from jdecode.weights import model_folder
 
+    model_folder.config_values(config.architecture)
     if teacher is not None:
         objective.check_vocabularies(config.architecture, teacher.config)
     if start is None:
@@ -207,9 +208,11 @@ def _main(argv: Sequence[str] | None) -> None:
     _check_models(arguments, config, start, taught_by)
     source = taught_by or start or _load(config, config.tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(config, files, folder, source, arguments.resume)
+    tokenizer = _tokenizer(config, files, folder, source)
     teacher = _teacher(arguments, config, files, folder, taught_by) if taught_by else None
     task = task_lib.make_task(config, files, tokenizer, teacher, arguments.init)
+    if not (folder / TOKENIZER_FOLDER).exists():  # now, so that what cannot be a run leaves none of it
+        tokenizer.save(folder / TOKENIZER_FOLDER)
     params, losses = loop.fit(
         task, folder, init_params=start.params if start else None, resume=arguments.resume, say=_say
     )

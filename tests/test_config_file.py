@@ -255,6 +255,12 @@ def test_run_config_can_be_changed_by_replace():
         dataclasses.replace(run, max_new_tokens=0)
 
 
+def test_half_a_letter_has_a_place():
+    """It could be read, and not be written again."""
+    with pytest.raises(ValueError, match=r"^f\.yaml: prompt: expected Unicode text, got a lone surrogate; remove it$"):
+        config_file.loads('weights: x\nprompt: "\\ud800"', origin="f.yaml")
+
+
 def test_a_number_over_every_float_has_a_place():
     text = f"weights: x\nsampling: {{temperature: 1{'0' * 400}}}"
     with pytest.raises(ValueError, match=r"^f\.yaml: sampling\.temperature: expected a number that a float"):

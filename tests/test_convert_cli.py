@@ -1,5 +1,6 @@
 """``python -m jdecode.convert``: nothing is lost on the way, reports say what was measured, failures leave nothing."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -16,7 +17,7 @@ import jdecode
 from jdecode import convert
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.training import loop
-from jdecode.weights import head_pooling, load, orbax_save, parameter_tree, safetensors_save
+from jdecode.weights import checkpoint, head_pooling, load, orbax_save, parameter_tree, safetensors_save
 from tests import tiny_mha
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -257,6 +258,24 @@ def test_output_must_be_new(tmp_path, capsys, workplace):
     (tmp_path / "empty").mkdir()
     converted(capsys, source, tmp_path / "empty")
     converted(capsys, source, tmp_path / "deep" / "er")
+
+
+def test_output_must_not_become_part_of_the_corpus(tmp_path, capsys, workplace):
+    texts = shutil.copytree(workplace / "corpus", tmp_path / "corpus")
+    flags = ("--kv-heads", "1", "--up-train", "0", "--corpus", texts, "--suffix", ".txt")
+    message = refused(capsys, workplace / "model", texts / "m", *flags)
+    assert message == f"{texts / 'm'}: expected a folder outside the corpus {texts}; give another"
+    assert not (texts / "m").exists()
+
+
+def test_a_model_that_could_not_be_written_is_not_trained(tmp_path, capsys, workplace, monkeypatch: pytest.MonkeyPatch):
+    """Only a GGUF says that there is a bias at one place and not at another."""
+    opened = checkpoint.open_checkpoint(workplace / "model")
+    other = dataclasses.replace(opened, config=dataclasses.replace(opened.config, output_bias=True))
+    monkeypatch.setattr(checkpoint, "open_checkpoint", lambda source: other)
+    monkeypatch.setattr(load, "load_opened", None)
+    message = refused(capsys, workplace / "model", tmp_path / "m", "--kv-heads", "1")
+    assert message.startswith("config: expected a model that the llama format can describe, got one whose ")
 
 
 def test_missing_source(tmp_path, capsys):

@@ -14,9 +14,11 @@ import types
 
 import numpy as np
 import pytest
+import tokenizers
 
 import jdecode
-from jdecode import train
+from jdecode import language_model, train
+from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.training import checkpoints, corpus, export, held_out, teacher_text, train_state
 from tests.training import tiny_run
 
@@ -250,6 +252,8 @@ def test_a_config_that_says_too_much(work, tmp_path, capsys):
         (["--seed", "-1"], "argument --seed: expected a whole number from 0 to 2147483647, got '-1'"),
         (["--suffix", "txt"], "corpus suffixes: expected suffixes such as .txt, got 'txt'"),
         (["--distill", ""], "argument --distill: expected some text, got none"),
+        (["--suffix", ".\udcff"], "argument --suffix: expected text in UTF-8, got other bytes at character 1"),
+        (["--config", "\udcff.yaml"], "argument --config: expected text in UTF-8, got other bytes at character 0"),
         (["--corpus", "/no/such"], "corpus: expected standard_library or a folder, got '/no/such'"),
     ],
 )
@@ -278,6 +282,7 @@ def test_a_corpus_that_is_too_short(work, tmp_path, capsys):
         (tmp_path / "short" / f"{idx}.txt").write_text("a")
     message = refused(capsys, *work.flags[:2], "--output", str(tmp_path / "run"), "--corpus", str(tmp_path / "short"))
     assert message.startswith("corpus: expected at least 23 tokens for sequences of 11, got ")
+    assert list((tmp_path / "run").iterdir()) == []  # so that the same folder may be given again
 
 
 def test_folders_with_and_without_a_run(work, tmp_path, capsys):
@@ -287,7 +292,7 @@ def test_folders_with_and_without_a_run(work, tmp_path, capsys):
     )
     nothing = str(tmp_path / "nothing")
     assert refused(capsys, *work.flags, "--output", nothing, "--resume") == (
-        f"{nothing}: expected a run to resume, got no checkpoint in it; start it without --resume"
+        f"{nothing}: expected a run to resume, got no checkpoint in it; start one without --resume, in a new folder"
     )
     assert not (tmp_path / "nothing").exists()
     message = refused(capsys, *work.flags, "--output", run, "--resume", "--seed", "6")
@@ -301,6 +306,9 @@ def test_a_vocabulary_under_every_byte(work, tmp_path, capsys):
     config.write_text(config.read_text().replace("vocab_size: 290", "vocab_size: 200"))
     message = refused(capsys, "--config", str(config), *work.flags[2:], "--output", str(tmp_path / "run"))
     assert message == "vocab_size: expected at least 257 (every byte and an end), got 200"
+    config.write_text(config.read_text().replace("vocab_size: 200", "vocab_size: 16777217"))
+    message = refused(capsys, "--config", str(config), *work.flags[2:], "--output", str(tmp_path / "run"))
+    assert message == "vocab_size: expected at most 16777216, got 16777217"
 
 
 # Starting from weights, and learning from a teacher.
@@ -339,12 +347,49 @@ def test_what_a_user_has_is_never_replaced(work, tmp_path, capsys):
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_what_a_user_put_into_the_model_is_not_lost(work, tmp_path, capsys):
+    """A resumed run writes its model again, in place of the one that stands there."""
+    shutil.copytree(work.run, tmp_path / "run")
+    model = tmp_path / "run" / "model"
+    (model / "quantised.gguf").write_text("mine")
+    message = refused(capsys, *work.flags, "--output", str(tmp_path / "run"), "--resume")
+    assert message == f"{model}: expected what a run writes, got 'quantised.gguf', too; move it away"
+    assert (model / "quantised.gguf").read_text() == "mine"
+    (model / "quantised.gguf").unlink()
+    assert_resumes_to(work, work.flags, tmp_path / "run", work.run)
+    model.rename(tmp_path / "elsewhere")
+    model.symlink_to(tmp_path / "elsewhere")
+    message = refused(capsys, *work.flags, "--output", str(tmp_path / "run"), "--resume")
+    assert message == f"{model}: expected a folder, got a link; move it away"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("{window: 4}", "{window: 4, num_sinks: 1}"),
+            "config: expected a model that the llama format can describe, got one whose layers it cannot say",
+        ),
+        (
+            ("tie_embeddings: true", "tie_embeddings: true\n  family: lama"),
+            "family: expected a known family (llama, gemma3), got 'lama'; the nearest is 'llama'",
+        ),
+    ],
+)
+def test_a_model_that_could_not_be_written_is_not_trained(work, tmp_path, capsys, change, message):
+    config = pathlib.Path(write_config(tmp_path / "c.yaml"))
+    config.write_text(config.read_text().replace(*change))
+    flags = ["--config", str(config), *work.flags[2:], "--output", str(tmp_path / "run")]
+    assert refused(capsys, *flags) == message
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_output_inside_the_corpus(work, tmp_path, capsys):
     folder = tmp_path / "texts"
     tiny_run.write_files(folder)
     flags = ["--config", write_config(tmp_path / "c.yaml"), "--corpus", str(folder)]
     message = refused(capsys, *flags, "--output", str(folder / "run"))
-    assert message == f"--output {folder / 'run'}: expected a folder outside the corpus {folder}; give another"
+    assert message == f"{folder / 'run'}: expected a folder outside the corpus {folder}; give another"
     assert not (folder / "run").exists()
 
 
@@ -385,6 +430,27 @@ def test_distilled_and_resumed(work, tmp_path, capsys, monkeypatch: pytest.Monke
     assert_resumes_to(work, flags, tmp_path / "run", tmp_path / "whole")
     message = refused(capsys, *flags[:-2], "--output", str(tmp_path / "run"), "--resume")
     assert "expected to resume the same run, got another teacher (none, before one)" in message
+
+
+def test_the_ends_of_a_start_s_tokenizer_are_kept_when_resumed(work, tmp_path, capsys, monkeypatch):
+    """A GGUF names several; a folder of a tokenizer can name one."""
+    load = language_model.load
+
+    def with_two_ends(*arguments, **options):
+        lm = load(*arguments, **options)
+        backend = tokenizers.Tokenizer.from_file(str(work.model / "tokenizer.json"))
+        return dataclasses.replace(lm, tokenizer=tokenizer_lib.Tokenizer(backend, eos_token_ids=(0, 5)))
+
+    monkeypatch.setattr(language_model, "load", with_two_ends)
+    flags = [*work.flags, "--steps", "3", "--init", str(work.model)]
+    assert train.main([*flags, "--output", str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 2)
+        assert train.main([*flags, "--output", str(tmp_path / "run")]) == 130
+    assert_resumes_to(work, flags, tmp_path / "run", tmp_path / "whole")
+    for name in ("run", "whole"):
+        values = json.loads((tmp_path / name / "model" / "config.json").read_text())
+        assert values["eos_token_id"] == [0, 5]
 
 
 def test_distilled_on_text_of_the_teacher(work, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch):

@@ -85,14 +85,26 @@ def read(config: train_config.CorpusConfig) -> Corpus:
     documents = [Document(name, text) for name, text in texts if text]
     held_out = tuple(document for document in documents if is_held_out(document.name, config.held_out_share))
     train = tuple(document for document in documents if not is_held_out(document.name, config.held_out_share))
+    num_skipped = sum(text is None for _, text in texts)
     if not train or not held_out:
+        skipped = f" ({num_skipped} more are no text in UTF-8)" if num_skipped else ""
         raise ValueError(
             f"corpus: expected files with text on both sides of the split, got {len(train)} to train on and "
-            f"{len(held_out)} held out, of {', '.join(config.suffixes)} in {folder}; give more files, other suffixes "
-            "or another held_out_share"
+            f"{len(held_out)} held out, of {', '.join(config.suffixes)} in {folder}{skipped}; give more files, other "
+            "suffixes or another held_out_share"
         )
-    num_skipped = sum(text is None for _, text in texts)
     return Corpus(description=description, train=train, held_out=held_out, num_skipped=num_skipped)
+
+
+def check_outside(folder: pathlib.Path, source: str) -> None:
+    """Refuses a folder to write into that would become part of a corpus.
+
+    Raises:
+      ValueError: one line.
+    """
+    inner = folder.resolve()
+    if source != train_config.STANDARD_LIBRARY and pathlib.Path(source).resolve() in (inner, *inner.parents):
+        raise ValueError(f"{folder}: expected a folder outside the corpus {source}; give another")
 
 
 def is_own_source(parts: Sequence[str]) -> bool:
@@ -123,7 +135,7 @@ def _walk(folder: pathlib.Path, suffixes: Sequence[str]) -> Iterator[pathlib.Pat
             str(path).encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"corpus: expected file names in UTF-8, got {os.fsencode(path.name)!r}; rename the file"
+                f"corpus: expected file names in UTF-8, got {os.fsencode(path.relative_to(folder))!r}; rename it"
             ) from None
     yield from sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 

@@ -1,5 +1,6 @@
 """What a finished run leaves: a model that ``jdecode.load`` reads, its record, its card, a picture of its losses."""
 
+import fnmatch
 import pathlib
 import shutil
 from typing import Any
@@ -12,6 +13,28 @@ from jdecode.weights import safetensors_save
 
 MODEL_FOLDER = "model"
 """Below the folder of a run."""
+
+
+_WRITTEN = (
+    *("tokenizer.json", "tokenizer_config.json", "config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *(record.RECORD_NAME, record.PLOT_NAME, model_card.NAME),
+)
+
+
+def check_model_folder(folder: pathlib.Path) -> None:
+    """Refuses a folder of a run whose ``MODEL_FOLDER`` is more than a model that a run wrote, as it is replaced whole.
+
+    Raises:
+      ValueError: one line.
+    """
+    target = folder / MODEL_FOLDER
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ValueError(
+            f"{target}: expected a folder, got a {'link' if target.is_symlink() else 'file'}; move it away"
+        )
+    for path in sorted(target.iterdir()) if target.is_dir() else ():
+        if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _WRITTEN):
+            raise ValueError(f"{target}: expected what a run writes, got {path.name!r}, too; move it away")
 
 
 def export(

@@ -40,7 +40,8 @@ def write_plot(path: pathlib.Path, record: Mapping[str, Any]) -> bool:
         label="next token, held-out files",
         marker="o",
     )
-    axes.set(xlabel="tokens read", ylabel="nats a token", title=record["config"]["name"])
+    axes.set(xlabel="tokens read", ylabel="nats a token")
+    axes.set_title(record["config"]["name"], parse_math=False)  # a dollar sign is one
     axes.grid(alpha=0.3)
     axes.legend()
     picture.savefig(path, dpi=120)

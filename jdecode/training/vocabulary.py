@@ -18,6 +18,9 @@ _NEWLINE = "Ċ"  # as byte-level vocabularies write it
 LEAST_SIZE = 1 + 256
 """The end of text, and a token for every byte: whatever the text, it can be written."""
 
+MOST_SIZE = 2**24
+"""Far over any vocabulary: the trainer takes memory for all entries at once, and ends the process where it cannot."""
+
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizer_lib.Tokenizer:
     """Learns the merges that shorten the texts most. The same texts give the same tokenizer.
@@ -27,17 +30,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizer_lib.Toke
 
     Args:
       texts: to learn from.
-      vocab_size: V, entries in all, at least ``LEAST_SIZE``.
+      vocab_size: V, entries in all, from ``LEAST_SIZE`` to ``MOST_SIZE``.
 
     Returns:
       A tokenizer whose end token is ``END_OF_TEXT``. It has fewer entries where the texts are too short for so many
       merges.
 
     Raises:
-      ValueError: ``vocab_size`` is too small.
+      ValueError: ``vocab_size`` is too small or too large.
     """
     if vocab_size < LEAST_SIZE:
         raise ValueError(f"vocab_size: expected at least {LEAST_SIZE} (every byte and an end), got {vocab_size}")
+    if vocab_size > MOST_SIZE:
+        raise ValueError(f"vocab_size: expected at most {MOST_SIZE}, got {vocab_size}")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

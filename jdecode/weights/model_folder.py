@@ -48,7 +48,7 @@ def write(
         tokenizer file that does not exist, or a folder that holds weights already.
     """
     folder = pathlib.Path(folder)
-    values = _config_values(model)
+    values = config_values(model)
     arrays = _checked(params, model)
     _check_no_weights(folder)
     missing = [str(file) for file in tokenizer_files if not pathlib.Path(file).is_file()]
@@ -80,8 +80,12 @@ def _check_no_weights(folder: pathlib.Path) -> None:
             raise ValueError(f"{folder}: expected a folder without weights, got one with {form}; give a new folder")
 
 
-def _config_values(model: config.ModelConfig) -> dict[str, Any]:
-    """Makes the mapping of ``config.json`` and checks that reading it gives the same configuration."""
+def config_values(model: config.ModelConfig) -> dict[str, Any]:
+    """Makes the mapping of ``config.json``.
+
+    Raises:
+      ValueError: reading it would not give the same configuration.
+    """
     family = families.find_name(model.family)
     values = family.config_to_hugging_face(model)
     again = family.config_from_hugging_face(values)

@@ -147,7 +147,10 @@ def test_digest_tells_names_sides_and_contents_apart():
         ({"a.txt": "only held out"}, "got 0 to train on and 1 held out"),
         ({"b.txt": "only to train on"}, "got 1 to train on and 0 held out"),
         ({"a.txt": "", "b.txt": "text"}, "got 1 to train on and 0 held out"),  # an empty file is none
-        ({"a.txt": b"\xff", "b.txt": "text"}, "got 1 to train on and 0 held out"),
+        (
+            {"a.txt": b"\xff", "b.txt": "text"},
+            r"got 1 to train on and 0 held out, of .* \(1 more are no text in UTF-8\); ",
+        ),
         ({"a.md": "text", "b.md": "text"}, r"of \.txt in "),
     ],
 )
@@ -177,7 +180,14 @@ def test_a_name_that_is_no_text_is_refused(tmp_path):
     (pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.txt"))).write_text("three")
     with pytest.raises(ValueError) as refused:
         read(tmp_path)
-    assert str(refused.value) == r"corpus: expected file names in UTF-8, got b'bad\xff.txt'; rename the file"
+    assert str(refused.value) == r"corpus: expected file names in UTF-8, got b'bad\xff.txt'; rename it"
+    (pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.txt"))).unlink()
+    folder = pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff"))
+    folder.mkdir()
+    (folder / "c.txt").write_text("three")
+    with pytest.raises(ValueError) as refused:
+        read(tmp_path)
+    assert str(refused.value) == r"corpus: expected file names in UTF-8, got b'bad\xff/c.txt'; rename it"
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -46,6 +46,11 @@ def test_picture(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert drawn == [([10, 20], [5.5, 4.25]), ([20], [4.5])]
 
 
+def test_a_name_with_dollar_signs_is_no_formula(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert record.write_plot(tmp_path / record.PLOT_NAME, {**RECORD, "config": {"name": "for $_$ or less"}})
+
+
 def test_no_picture_without_the_extra(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not record.write_plot(tmp_path / record.PLOT_NAME, RECORD)
