@@ -292,6 +292,16 @@ def damaged_folder(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def test_a_loss_without_a_perplexity_is_refused(tmp_path, capsys, workplace):
+    source = shutil.copytree(workplace / "model", tmp_path / "source")
+    loaded = load.load_weights(source, dtype="float32")
+    (source / "model.safetensors").unlink()
+    safetensors_save.save_hugging_face(source, jax.tree.map(lambda leaf: leaf * 1000, loaded.params), loaded.config)
+    flags = ("--kv-heads", "1", "--up-train", "0", "--corpus", workplace / "corpus", "--suffix", ".txt")
+    assert "before: expected a finite loss and perplexity, got " in refused(capsys, source, tmp_path / "m", *flags)
+    assert not (tmp_path / "m").exists()
+
+
 def test_failed_reading_leaves_nothing(tmp_path, capsys):
     source = damaged_folder(tmp_path / "source")
     assert "expected finite numbers, got NaN or infinity" in refused(capsys, source, tmp_path / "out")

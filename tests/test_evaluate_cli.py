@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -291,3 +292,10 @@ def test_a_text_that_spells_a_control_token_is_a_text(lm):
     (piece,) = evaluate._cut(lm(), make_tokenizer(), [document], 14)
     assert len(piece.tokens) == 1 + len("a<end>b") + 1
     assert np.flatnonzero(piece.tokens == END).tolist() == [0, 8]
+
+
+def test_a_loss_without_a_perplexity_is_refused(lm, folder: pathlib.Path, capsys):
+    lm(params={"params": jax.tree.map(lambda leaf: leaf * 1000, params())})
+    assert evaluate.main(flags_for(folder)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("jdecode.evaluate: error: w: expected a finite loss and perplexity, got ")

@@ -361,6 +361,11 @@ def test_what_a_user_put_into_the_model_is_not_lost(work, tmp_path, capsys):
     model.symlink_to(tmp_path / "elsewhere")
     message = refused(capsys, *work.flags, "--output", str(tmp_path / "run"), "--resume")
     assert message == f"{model}: expected a folder, got a link; move it away"
+    model.unlink()
+    model.write_text("mine")
+    message = refused(capsys, *work.flags, "--output", str(tmp_path / "run"), "--resume")
+    assert message == f"{model}: expected a folder, got a file; move it away"
+    assert model.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -408,6 +413,8 @@ def test_weights_that_are_not_there(work, tmp_path, capsys):
     for flag in ("--init", "--distill"):
         message = refused(capsys, *work.flags, "--output", str(tmp_path / "run"), flag, str(tmp_path / "absent"))
         assert message.startswith(f"{tmp_path / 'absent'}: expected a folder")
+        message = refused(capsys, *work.flags, "--output", str(tmp_path / "run"), flag, str(work.run))
+        assert message == f"{work.run}: expected config.json in the folder, got none; give its {work.model}"
     assert not (tmp_path / "run").exists()
 
 
