@@ -17,7 +17,11 @@ from jdecode import compile_clock, sampling, shapes
 from jdecode import request as request_lib
 from jdecode.cache import kv_cache
 from jdecode.decode import loop, prefill, state, stopping
+from jdecode.decode import step as step_lib
 from jdecode.models import transformer
+from jdecode.speculative import draft as draft_lib
+from jdecode.speculative import speculation as speculation_lib
+from jdecode.speculative import speculative_round, statistics
 from jdecode.text import stream as stream_lib
 from jdecode.text import tokenizer as tokenizer_lib
 
@@ -84,7 +88,7 @@ class GenerateResult:
     seeds: list[int]
     logprobs: np.ndarray | None
     top_logprobs: list[list[list[tuple[int, float]]]] | None
-    stats: Mapping[str, float | int]
+    stats: Mapping[str, Any]
 
 
 class TextStream:
@@ -96,6 +100,7 @@ class TextStream:
       request: what to do.
       cache: with one row a prompt; donated. Rows continue where it ends.
       history: ids that each row of the cache holds already (penalties count them as prompt).
+      speculation: the draft and how it is used; ``None`` for plain decoding.
       weight_bytes: for the statistics.
 
     Attributes:
@@ -117,21 +122,25 @@ class TextStream:
         cache: kv_cache.KVCache,
         *,
         history: Sequence[Sequence[int]] | None = None,
+        speculation: speculation_lib.Speculation | None = None,
         weight_bytes: int = 0,
     ) -> None:
         self._model, self._params, self._tokenizer = model, params, tokenizer
-        self._request = request
+        self._request, self._speculation = request, speculation
         self._chain = sampling.standard_chain(request.transforms)
         self._weight_bytes = weight_bytes
         self._prompt_cache: kv_cache.KVCache | None = cache
         self._readers = [self._reader(request.continues_text[row // request.num_samples]) for row in range(self._rows)]
         self._seen = [0] * self._rows
         self._finish_reasons: list[str | None] = [None] * self._rows
-        self._state: state.DecodeState | None = None
+        self._state: state.DecodeState | speculative_round.SpeculativeState | None = None
         self.result: GenerateResult | None = None
         # All that can be refused is refused here, before anything is computed.
         prefill.check_room(cache, [len(prompt) + request.max_new_tokens for prompt in request.prompts])
-        self._sampling_params = self._make_sampling_params(history or [()] * len(request.prompts), cache.max_len)
+        held = history or [()] * len(request.prompts)
+        self._whole_prompts = [[*before, *prompt] for before, prompt in zip(held, request.prompts, strict=True)]
+        self._room = cache.max_len or max(len(ids) for ids in self._whole_prompts) + request.max_new_tokens
+        self._sampling_params = self._make_sampling_params(cache.max_len)
 
     @property
     def _rows(self) -> int:
@@ -140,9 +149,15 @@ class TextStream:
     @property
     def cache(self) -> kv_cache.KVCache:
         """The cache after the run."""
-        if self.result is None or self._state is None:
+        if self.result is None:
             raise ValueError("cache: expected an exhausted stream, got one that is still running; read it to its end")
-        return self._state.cache
+        return self._decode.cache
+
+    @property
+    def _decode(self) -> state.DecodeState:
+        """The rows, without what speculation carries beside them."""
+        assert self._state is not None
+        return self._state.decode if isinstance(self._state, speculative_round.SpeculativeState) else self._state
 
     def _reader(self, continues_text: bool) -> stream_lib.DetokenizerStream | None:
         if self._tokenizer is None:
@@ -151,9 +166,8 @@ class TextStream:
             return None
         return stream_lib.DetokenizerStream(self._tokenizer, self._request.stop, continues_text=continues_text)
 
-    def _make_sampling_params(self, history: Sequence[Sequence[int]], max_len: int | None) -> sampling.SamplingParams:
-        request = self._request
-        whole = [[*held, *prompt] for held, prompt in zip(history, request.prompts, strict=True)]
+    def _make_sampling_params(self, max_len: int | None) -> sampling.SamplingParams:
+        request, whole = self._request, self._whole_prompts
         longest = max(len(ids) for ids in whole) + request.max_new_tokens
         # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
         history_len = max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(longest))
@@ -205,18 +219,35 @@ class TextStream:
             output_len=output_len_for(request.max_new_tokens),
             num_top_logprobs=request.num_top_logprobs,
         )
+        if self._speculation is not None:
+            self._state = self._begin_speculation(self._speculation, self._state)
         return self._look()
 
+    def _begin_speculation(
+        self, speculation: speculation_lib.Speculation, decode: state.DecodeState
+    ) -> speculative_round.SpeculativeState:
+        params = draft_lib.Params(target=self._params, draft=speculation.draft_params)
+        memory = speculation.draft.begin(
+            params, self._whole_prompts, num_samples=self._request.num_samples, room=self._room
+        )
+        return speculative_round.begin(decode, memory, speculation.num_draft_tokens)
+
     def _continue(self) -> list[Chunk]:
-        assert self._state is not None
-        self._state = loop.run(self._model, self._chain, self._params, self._state, self._request.steps_per_look)
+        look = self._request.steps_per_look
+        if isinstance(self._state, speculative_round.SpeculativeState):
+            assert self._speculation is not None
+            params = draft_lib.Params(target=self._params, draft=self._speculation.draft_params)
+            self._state = loop.run(self._speculation.step(self._model, self._chain), params, self._state, look)
+        else:
+            assert self._state is not None
+            self._state = loop.run(step_lib.PlainStep(self._model, self._chain), self._params, self._state, look)
         return self._look()
 
     def _look(self) -> list[Chunk]:
         """Reads the new tokens of every row, and ends rows at their stop strings."""
-        assert self._state is not None
-        status_B = np.asarray(self._state.status_B)
-        num_new_B, tokens_BM = np.asarray(self._state.num_new_B), np.asarray(self._state.tokens_BM)
+        decode = self._decode
+        status_B = np.asarray(decode.status_B)
+        num_new_B, tokens_BM = np.asarray(decode.num_new_B), np.asarray(decode.tokens_BM)
         chunks, stopped_B = [], np.zeros(self._rows, bool)
         for row in range(self._rows):
             if self._finish_reasons[row] is not None:
@@ -233,7 +264,9 @@ class TextStream:
             if chunk.token_ids or chunk.text or chunk.finish_reason:
                 chunks.append(chunk)
         if (stopped_B & (status_B == state.RUNNING)).any():
-            self._state = state.finish(self._state, stopped_B)
+            ended = state.finish(decode, stopped_B)
+            is_speculative = isinstance(self._state, speculative_round.SpeculativeState)
+            self._state = dataclasses.replace(self._state, decode=ended) if is_speculative else ended
         return chunks
 
     def _read(self, row: int, new: list[int], finish_reason: str | None) -> Chunk:
@@ -253,8 +286,7 @@ class TextStream:
         return Chunk(row=row, text=text, token_ids=new, finish_reason=finish_reason)
 
     def _make_result(self, stats: dict[str, float]) -> GenerateResult:
-        assert self._state is not None
-        request, final = self._request, self._state
+        request, final = self._request, self._decode
         lengths = np.asarray(self._seen, np.int32)
         is_real_BM = np.arange(final.tokens_BM.shape[1])[None, :] < lengths[:, None]
         width = max(int(lengths.max()), 1)
@@ -278,13 +310,18 @@ class TextStream:
                 "new_tokens": int(lengths.sum()),
                 "kv_cache_bytes": final.cache.num_bytes,
                 "weight_bytes": self._weight_bytes,
+                **self._speculation_stats(),
             },
         )
 
+    def _speculation_stats(self) -> dict[str, Any]:
+        if not isinstance(self._state, speculative_round.SpeculativeState):
+            return {}
+        return statistics.summary(self._state.counts)
+
     def _scores(self, lengths: np.ndarray, width: int, is_real_BM: np.ndarray):
         """Returns the log-probabilities in the form of ``GenerateResult``."""
-        assert self._state is not None
-        scores = self._state.scores
+        scores = self._decode.scores
         if scores is None:
             return None, None
         scores = jax.tree.map(np.asarray, scores)

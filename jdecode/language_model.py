@@ -98,7 +98,7 @@ class LanguageModel:
         self, prompts: request_lib.Prompts, **options: Unpack[request_lib.Options]
     ) -> generation.GenerateResult:
         """Continues prompts to their end. Takes the options of ``stream``, and only the whole result is returned."""
-        options.setdefault("steps_per_look", generation.STOP_STRING_STEPS if options.get("stop") else loop.ALL_STEPS)
+        options.setdefault("steps_per_look", generation.STOP_STRING_STEPS if options.get("stop") else loop.ALL_TOKENS)
         stream = self.stream(prompts, **options)
         for _ in stream:
             pass

@@ -78,7 +78,7 @@ def variants():
 
 
 def run(prompts, options) -> None:
-    stream = tiny_model.load_text().stream(prompts, **{"steps_per_look": loop.ALL_STEPS, **options})
+    stream = tiny_model.load_text().stream(prompts, **{"steps_per_look": loop.ALL_TOKENS, **options})
     for _ in stream:
         pass
 

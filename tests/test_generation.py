@@ -10,7 +10,7 @@ from jdecode import config, generation
 from jdecode.decode import loop, prefill
 from tests import tiny_model
 
-STEPS = [1, 3, 8, loop.ALL_STEPS]
+STEPS = [1, 3, 8, loop.ALL_TOKENS]
 EOS = 2
 # Characters of 1, 2, 3 and 4 bytes; what the vocabulary lacks is written byte by byte, one token each.
 UNICODE = "is the sea née 日本 🌞👩‍👦 한국 on it"
@@ -58,7 +58,7 @@ def test_unicode_is_never_shown_in_part(steps):
         assert [len(chunk.token_ids) for chunk in chunks[:3]] == [1, 8, 8]
 
 
-@pytest.mark.parametrize("steps", [1, loop.ALL_STEPS])
+@pytest.mark.parametrize("steps", [1, loop.ALL_TOKENS])
 def test_text_that_is_cut_inside_a_character_ends_with_a_replacement(steps):
     # "is" is one token, the space another, then the sun's four bytes, of which three come: one unfinished character.
     script = encode("is 🌞")
@@ -188,7 +188,7 @@ def test_every_end_token_of_the_model_stops(end):
     assert tiny_model.rows(result) == [script[:3]]
 
 
-@pytest.mark.parametrize("steps", [1, loop.ALL_STEPS])
+@pytest.mark.parametrize("steps", [1, loop.ALL_TOKENS])
 @pytest.mark.parametrize("num_new", [1, 2, 7, 64, 65])
 def test_max_new_tokens_is_exact(steps, num_new):
     script = [40 + idx for idx in range(70)]

@@ -38,7 +38,7 @@ def test_greedy_alone(name, row):
 @pytest.mark.parametrize("cache", [config.CacheConfig(layout="full"), config.CacheConfig(slack=5)])
 def test_greedy_does_not_depend_on_the_layout(name, cache):
     lm = tiny_model.load(name)
-    stream = lm.stream(tiny_model.prompts(name), cache=cache, steps_per_look=loop.ALL_STEPS, **GREEDY)
+    stream = lm.stream(tiny_model.prompts(name), cache=cache, steps_per_look=loop.ALL_TOKENS, **GREEDY)
     list(stream)
     assert stream.result is not None
     assert tiny_model.rows(stream.result) == tiny_model.greedy(name)

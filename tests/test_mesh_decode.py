@@ -19,7 +19,7 @@ def load(name: str, data: int, model: int):
 
 def run(lm, prompts, **options):
     """Returns the tokens of each row and the cache after them."""
-    stream = lm.stream(prompts, max_new_tokens=NUM_NEW, ignore_eos=True, steps_per_look=loop.ALL_STEPS, **options)
+    stream = lm.stream(prompts, max_new_tokens=NUM_NEW, ignore_eos=True, steps_per_look=loop.ALL_TOKENS, **options)
     list(stream)
     assert stream.result is not None
     return tiny_model.rows(stream.result), stream.cache

@@ -6,7 +6,6 @@ does). Left to itself the compiler finds an order in which every step writes in 
 order once, before the first run; the loop gives it back in the same order, so later runs find it as they want it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,32 +13,30 @@ from typing import Any, cast
 import jax
 from jax.experimental.layout import Format, Layout
 
-from jdecode import sampling
-from jdecode.decode import state as state_lib
-from jdecode.models import transformer
+from jdecode.cache import kv_cache
+from jdecode.decode import step as step_lib
 
 
 @functools.lru_cache(maxsize=128)
 def compile_loop(
-    loop: Callable[..., state_lib.DecodeState],
-    model: transformer.Transformer,
-    chain: sampling.Transform,
+    loop: Callable[..., Any],
+    step: step_lib.Step[Any],
     structure: Any,
     leaves: tuple[tuple[jax.ShapeDtypeStruct, jax.sharding.Sharding], ...],
 ) -> jax.stages.Compiled:
-    """Compiles ``loop(model, chain, params, state, max_steps)`` with the layout of the cache's rows left open.
+    """Compiles ``loop(step, params, state, max_tokens)`` with the layout of the caches' rows left open.
 
     Args:
       loop: ``loop.decode_steps``.
-      model, chain: static.
-      structure: the pytree structure of (params, state, max_steps).
+      step: static.
+      structure: the pytree structure of (params, state, max_tokens).
       leaves: for each of their leaves its shape and dtype, and its sharding.
     """
     shapes = structure.unflatten([shape for shape, _ in leaves])
     shardings = structure.unflatten([sharding for _, sharding in leaves])
-    state_formats = _with_open_rows(shardings[1])
+    state_formats = _map_stores(lambda own: Format(Layout.AUTO, own), shardings[1])
     jitted = jax.jit(
-        functools.partial(loop, model, chain),
+        functools.partial(loop, step),
         donate_argnums=1,
         in_shardings=(shardings[0], state_formats, shardings[2]),
         out_shardings=state_formats,
@@ -47,26 +44,25 @@ def compile_loop(
     return jitted.lower(*shapes).compile()
 
 
-def _with_open_rows(state: state_lib.DecodeState) -> state_lib.DecodeState:
-    """Replaces, in a tree of shardings, those of the cache's keys and values by formats without a layout."""
-    return _with_stores(state, jax.tree.map(lambda own: Format(Layout.AUTO, own), state.cache.stores))
+def _map_stores(change: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Maps over the keys and values of every cache in a state, and leaves all else as it is in the first tree."""
 
+    def is_store(node: Any) -> bool:
+        return isinstance(node, kv_cache.LayerStore)
 
-def _with_stores(state: state_lib.DecodeState, stores: Any) -> state_lib.DecodeState:
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, stores=stores))
+    def map_node(node: Any, *rest: Any) -> Any:
+        return jax.tree.map(change, node, *rest) if is_store(node) else node
+
+    return jax.tree.map(map_node, state, *others, is_leaf=is_store)
 
 
 def run(
-    loop: Callable[..., state_lib.DecodeState],
-    model: transformer.Transformer,
-    chain: sampling.Transform,
-    params: Any,
-    state: state_lib.DecodeState,
-    max_steps: jax.Array,
-) -> state_lib.DecodeState:
+    loop: Callable[..., step_lib.State], step: step_lib.Step[step_lib.State], params: Any, state: step_lib.State, max_tokens: jax.Array
+) -> step_lib.State:
     """Runs the loop, compiling it where needed. See ``loop.run`` for arguments; ``state`` is donated."""
-    flat, structure = jax.tree.flatten((params, state, max_steps))
+    flat, structure = jax.tree.flatten((params, state, max_tokens))
     leaves = tuple((jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf.sharding) for leaf in flat)
-    compiled = compile_loop(loop, cast(Any, model), chain, structure, leaves)
-    stores = jax.device_put(state.cache.stores, compiled.input_formats[0][1].cache.stores, donate=True)
-    return compiled(params, _with_stores(state, stores), max_steps)
+    compiled = compile_loop(loop, cast(Any, step), structure, leaves)
+    formats = compiled.input_formats[0][1]
+    state = _map_stores(lambda rows, own: jax.device_put(rows, own, donate=True), state, formats)
+    return compiled(params, state, max_tokens)

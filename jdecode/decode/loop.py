@@ -1,8 +1,9 @@
 """The device loop, and the two functions around it.
 
 ``begin`` draws the first token from the logits after the prompt; ``run`` repeats the step in one ``while_loop`` on
-the device until every row has ended or ``max_steps`` steps are done. Running to the end and streaming in chunks are
-the same compiled program: the number of steps is traced.
+the device until every row has ended or some row has written ``max_tokens`` more. Running to the end and streaming in
+chunks are the same compiled program: the number is traced. Which step it repeats, the plain one or a speculative
+round, is a value like any other.
 """
 
 import functools
@@ -13,13 +14,12 @@ import jax.numpy as jnp
 
 from jdecode import sampling
 from jdecode.cache import kv_cache
-from jdecode.decode import chosen_layout
+from jdecode.decode import chosen_layout, emission
 from jdecode.decode import state as state_lib
 from jdecode.decode import step as step_lib
-from jdecode.models import transformer
 
-ALL_STEPS = 2**31 - 1
-"""As ``max_steps``: until every row has ended."""
+ALL_TOKENS = 2**31 - 1
+"""As ``max_tokens``: until every row has ended."""
 
 
 @functools.partial(jax.jit, static_argnames=("chain", "output_len", "num_top_logprobs"), donate_argnames="cache")
@@ -57,52 +57,41 @@ def begin(
         output_len=output_len,
         num_top_logprobs=num_top_logprobs,
     )
-    return step_lib.emit(chain, state, logits_BV)
+    return emission.emit(chain, state, logits_BV)
 
 
 def decode_steps(
-    model: transformer.Transformer,
-    chain: sampling.Transform,
-    params: Any,
-    state: state_lib.DecodeState,
-    max_steps: jax.Array,
-) -> state_lib.DecodeState:
-    """Repeats the step while a row is running, at most ``max_steps`` (int32 scalar) times. Pure; see ``run``."""
+    step: step_lib.Step[step_lib.State], params: Any, state: step_lib.State, max_tokens: jax.Array
+) -> step_lib.State:
+    """Repeats the step until no row is running, or some row has ``max_tokens`` (int32 scalar) more. See ``run``."""
+    # No sum that could overflow: tokens still to come, not the number at which to stop.
+    num_before_B = state.num_new_B
 
-    def is_unfinished(carry):
-        done, state = carry
-        return (done < max_steps) & jnp.any(state.status_B == state_lib.RUNNING)
+    def is_unfinished(state: step_lib.State) -> jax.Array:
+        return jnp.any(state.status_B == state_lib.RUNNING) & (jnp.max(state.num_new_B - num_before_B) < max_tokens)
 
-    def advance(carry):
-        done, state = carry
-        return done + 1, step_lib.step(model, chain, params, state)
-
-    _, state = jax.lax.while_loop(is_unfinished, advance, (jnp.int32(0), state))
-    return state
+    return jax.lax.while_loop(is_unfinished, lambda state: step(params, state), state)
 
 
-_run = jax.jit(decode_steps, static_argnames=("model", "chain"), donate_argnames="state")
+_run = jax.jit(decode_steps, static_argnames="step", donate_argnames="state")
 
 
 def run(
-    model: transformer.Transformer,
-    chain: sampling.Transform,
-    params: Any,
-    state: state_lib.DecodeState,
-    max_steps: int = ALL_STEPS,
-) -> state_lib.DecodeState:
+    step: step_lib.Step[step_lib.State], params: Any, state: step_lib.State, max_tokens: int = ALL_TOKENS
+) -> step_lib.State:
     """Runs the loop on the device.
 
     Args:
-      model, chain: static.
-      params: of the model.
+      step: static.
+      params: of the step.
       state: donated.
-      max_steps: tokens a row at most; traced, so that every number shares one compilation.
+      max_tokens: a look at the rows is wanted once one of them has written so many more; the last step may write past
+        it. Traced, so that every number shares one compilation.
     """
-    state, num_steps = unaliased(state), jnp.int32(max_steps)
-    if next(iter(state.token_B.devices())).platform == "tpu":
-        return chosen_layout.run(decode_steps, model, chain, params, state, num_steps)
-    return _run(model, chain, params, state, num_steps)
+    state, num_tokens = unaliased(state), jnp.int32(max_tokens)
+    if next(iter(state.status_B.devices())).platform == "tpu":
+        return chosen_layout.run(decode_steps, step, params, state, num_tokens)
+    return _run(step, params, state, num_tokens)
 
 
 def unaliased(tree: Any) -> Any:

@@ -60,11 +60,12 @@ def _fold_samples(words_B2: jax.Array, sample_idx_B: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in)(key_B, sample_idx_B)
 
 
-def keys_at(key_B: jax.Array, position_B: jax.Array, purpose: int) -> jax.Array:
-    """Returns the keys [B] of the draws for ``purpose`` at the absolute positions ``position_B`` (int32)."""
-    return jax.vmap(lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose))(
-        key_B, position_B
-    )
+def keys_at(key_B: jax.Array, position_B: jax.Array, purpose: int | jax.Array) -> jax.Array:
+    """Returns the keys [B] of the draws for ``purpose`` (one, or one a row) at the positions ``position_B`` (int32)."""
+    purpose_B = jnp.broadcast_to(jnp.asarray(purpose, jnp.int32), position_B.shape)
+    return jax.vmap(
+        lambda key, position, purpose: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
+    )(key_B, position_B, purpose_B)
 
 
 def draw(
@@ -73,7 +74,7 @@ def draw(
     position_B: jax.Array,
     is_random_B: jax.Array,
     *,
-    purpose: int = PURPOSE_TOKEN,
+    purpose: int | jax.Array = PURPOSE_TOKEN,
 ) -> jax.Array:
     """Draws one token a row from the softmax of its logits, or takes the argmax.
 
@@ -86,7 +87,7 @@ def draw(
       key_B: of ``request_keys``.
       position_B: int32, the absolute position of the token that is drawn.
       is_random_B: bool; the other rows take the argmax, the lowest id of a tie.
-      purpose: a ``PURPOSE_`` constant. Static.
+      purpose: a ``PURPOSE_`` constant, or int32 [B], one a row.
 
     Returns:
       int32 [B], ``INVALID_TOKEN`` for a row whose greatest logit is not finite.

@@ -1,0 +1,85 @@
+"""The target's own first layers, and its head, as the draft (self-speculation; Zhang et al. 2024, Elhoushi et al. 2024).
+
+For its layers the draft reads and writes the target's own cache: what those layers hold of the text is the same in
+both. What it writes for its proposals stands past the length of the rows, where nobody sees it, and the target's block
+writes the same places again, in every layer.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jdecode import config as config_lib
+from jdecode.cache import kv_cache
+from jdecode.decode import state as state_lib
+from jdecode.models import transformer
+from jdecode.speculative import draft as draft_lib
+from jdecode.speculative import drawing
+from jdecode.speculative import proposals as proposals_lib
+
+
+def first_layers(config: config_lib.ModelConfig, num_layers: int) -> config_lib.ModelConfig:
+    """Describes a model that ends after the first ``num_layers`` layers of another.
+
+    Raises:
+      ValueError: ``num_layers`` is not from 1 to one less than the model has.
+    """
+    if not 1 <= num_layers < config.num_layers:
+        raise ValueError(
+            f"layer_skip: expected 1 to {config.num_layers - 1} layers (the model has {config.num_layers}), "
+            f"got {num_layers}"
+        )
+    return dataclasses.replace(config, layers=config.layers[:num_layers])
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSkipDraft:
+    """Proposes what the target's first layers and its head draw. See ``draft.Draft``; it has no memory.
+
+    Attributes:
+      model: the target, but with the first layers alone (``first_layers``). It runs on the target's parameters.
+    """
+
+    model: transformer.Transformer
+
+    def begin(
+        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, room: int
+    ) -> tuple[()]:
+        """Reads nothing: the target's cache holds the prompts."""
+        del params, prompts, num_samples, room
+        return ()
+
+    def propose(
+        self,
+        task: draft_lib.Task,
+        params: draft_lib.Params,
+        memory: tuple[()],
+        state: state_lib.DecodeState,
+        want_B: jax.Array,
+    ) -> tuple[proposals_lib.Proposals, tuple[()], kv_cache.KVCache]:
+        """Draws token by token, on the target's cache."""
+        own, whole = self.model.config.num_layers, state.cache
+
+        def feed(cache: kv_cache.KVCache, token_B: jax.Array, is_asked_B: jax.Array):
+            logits_B1V, cache = self.model.apply(
+                params.target, token_B[:, None], cache, num_tokens_B=is_asked_B.astype(jnp.int32)
+            )
+            return logits_B1V[:, 0], cache
+
+        with jax.named_scope("draft"):
+            part = dataclasses.replace(whole, stores=whole.stores[:own], layout_idx=whole.layout_idx[:own])
+            logits_BV, part = feed(part, state.token_B, want_B > 0)
+            proposals, part = drawing.propose(task, feed, part, logits_BV, state, want_B)
+        # The draft's slots go back into the target's cache: were they thrown away, both caches would have to be kept
+        # side by side, and a part of it be copied every round.
+        cache = dataclasses.replace(
+            whole, stores=(*part.stores, *whole.stores[own:]), positions=part.positions, length_B=whole.length_B
+        )
+        return proposals, memory, cache
+
+    def settle(self, memory: tuple[()], before: state_lib.DecodeState, after: state_lib.DecodeState) -> tuple[()]:
+        """Has nothing to cut back."""
+        del before, after
+        return memory

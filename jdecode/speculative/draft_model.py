@@ -1,0 +1,113 @@
+"""A smaller model as the draft, with a cache of its own."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdecode import config as config_lib
+from jdecode.cache import allocate, kv_cache
+from jdecode.decode import prefill
+from jdecode.decode import state as state_lib
+from jdecode.models import transformer
+from jdecode.speculative import draft as draft_lib
+from jdecode.speculative import drawing
+from jdecode.speculative import proposals as proposals_lib
+
+CATCH_UP_LEN = 16
+"""Tokens a block when a draft that was not asked for a while reads what the target wrote."""
+
+LATEST_LEN = 2
+"""The tokens that a draft has not read after a round whose every proposal was accepted: the last one, and the
+target's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDraft:
+    """Proposes what a smaller model draws. See ``draft.Draft``; its memory is the model's own cache.
+
+    The cache always holds a prefix of the row: prompt and output up to some token. After a round it is cut back to
+    the accepted tokens; what the row has beyond it is read before the next proposal.
+
+    Attributes:
+      model: its vocabulary holds the same strings as the target's, but either may be padded.
+      cache: layout and dtype of its cache.
+    """
+
+    model: transformer.Transformer
+    cache: config_lib.CacheConfig
+
+    def begin(
+        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, room: int
+    ) -> kv_cache.KVCache:
+        """Reads the prompts into an empty cache."""
+        cache = allocate.init_cache(
+            self.model.config, self.cache, batch_size=len(prompts), capacity=room, compute_dtype=self.model.dtype
+        )
+        cache, _ = prefill.prefill(self.model, params.draft, self._readable(prompts), cache)
+        if num_samples > 1:
+            cache = kv_cache.take_rows(cache, jnp.repeat(jnp.arange(len(prompts)), num_samples))
+        return cache
+
+    def _readable(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Replaces ids past the draft's vocabulary, which stand for nothing, by its last one."""
+        last = self.model.config.vocab_size - 1
+        return [[min(token_id, last) for token_id in prompt] for prompt in prompts]
+
+    def propose(
+        self,
+        task: draft_lib.Task,
+        params: draft_lib.Params,
+        memory: kv_cache.KVCache,
+        state: state_lib.DecodeState,
+        want_B: jax.Array,
+    ) -> tuple[proposals_lib.Proposals, kv_cache.KVCache, kv_cache.KVCache]:
+        """Reads what the row has beyond the cache, and draws token by token."""
+        with jax.named_scope("draft"):
+            logits_BV, cache = self._catch_up(params.draft, memory, state, want_B > 0)
+
+            def feed(cache: kv_cache.KVCache, token_B: jax.Array, is_asked_B: jax.Array):
+                return self._feed(params.draft, cache, token_B[:, None], is_asked_B.astype(jnp.int32))
+
+            proposals, cache = drawing.propose(task, feed, cache, logits_BV, state, want_B)
+        return proposals, cache, state.cache
+
+    def settle(
+        self, memory: kv_cache.KVCache, before: state_lib.DecodeState, after: state_lib.DecodeState
+    ) -> kv_cache.KVCache:
+        """Cuts the cache back to tokens that the row kept."""
+        del before
+        return kv_cache.truncate(memory, after.cache.length_B)
+
+    def _feed(self, params: Any, cache: kv_cache.KVCache, tokens_BT: jax.Array, num_tokens_B: jax.Array):
+        """Feeds a block; returns the logits after each row's last token, and the cache."""
+        tokens_BT = jnp.minimum(tokens_BT, self.model.config.vocab_size - 1)
+        logits_B1V, cache = self.model.apply(params, tokens_BT, cache, num_tokens_B=num_tokens_B, last_only=True)
+        return logits_B1V[:, 0], cache
+
+    def _catch_up(self, params: Any, cache: kv_cache.KVCache, state: state_lib.DecodeState, is_asked_B: jax.Array):
+        """Reads, in the rows that are asked, all tokens up to the latest one; returns the logits after it."""
+        prompt_len_B = state.cache.length_B + 1 - state.num_new_B
+
+        def num_missing_B(cache: kv_cache.KVCache) -> jax.Array:
+            return jnp.where(is_asked_B, state.cache.length_B + 1 - cache.length_B, 0)
+
+        def read(block_len: int, carry):
+            cache, logits_BV = carry
+            num_tokens_B = jnp.minimum(num_missing_B(cache), block_len)
+            place_BT = (cache.length_B - prompt_len_B)[:, None] + jnp.arange(block_len)[None, :]
+            tokens_BT = jnp.take_along_axis(state.tokens_BM, place_BT, axis=1, mode="clip")
+            new_BV, cache = self._feed(params, cache, tokens_BT, num_tokens_B)
+            return cache, jnp.where(num_tokens_B[:, None] > 0, new_BV, logits_BV)
+
+        carry = (cache, jnp.zeros((is_asked_B.shape[0], self.model.config.vocab_size), jnp.float32))
+        for block_len, most_left in ((CATCH_UP_LEN, LATEST_LEN), (LATEST_LEN, 0)):
+            carry = jax.lax.while_loop(
+                lambda carry, most_left=most_left: jnp.max(num_missing_B(carry[0])) > most_left,
+                lambda carry, block_len=block_len: read(block_len, carry),
+                carry,
+            )
+        cache, logits_BV = carry
+        return logits_BV, cache

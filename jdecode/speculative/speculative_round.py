@@ -1,0 +1,184 @@
+"""The speculative step: propose, verify in one call of the target, emit what holds, roll back.
+
+::
+
+    start = cache.length_B, the position of the latest token t, which no cache holds yet
+
+    draft       d1 d2 … dn                       n = 0 … G proposals a row
+    target      one call over [t, d1 … dn]       positions start … start + n; logits of the n + 1 places after them
+    verify      a = 0 … n proposals accepted     a + 1 places are open: d1 … da and one token of the target's own
+    emit        e = 1 … a + 1 tokens             fewer than are open where a row ends in mid-block
+    roll back   cache.length_B = start + e       the position of the new latest token
+
+It is a ``decode.step.Step``: the device loop drives it as it drives the plain one. Two blocks are compiled, one of G + 1
+places and one of a single place for rounds in which no row proposes anything: such a round is a plain step.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdecode import sampling
+from jdecode.cache import kv_cache
+from jdecode.decode import emission
+from jdecode.decode import state as state_lib
+from jdecode.models import transformer
+from jdecode.speculative import draft as draft_lib
+from jdecode.speculative import pace as pace_lib
+from jdecode.speculative import proposals as proposals_lib
+from jdecode.speculative import statistics
+from jdecode.speculative import verify as verify_lib
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeState:
+    """Rows in the middle of a speculative decode.
+
+    Attributes:
+      decode: the target's rows, just as plain decoding has them.
+      memory: the draft's own.
+      pace: how many tokens each row proposes.
+      counts: what was drafted, tested and accepted so far.
+    """
+
+    decode: state_lib.DecodeState
+    memory: Any
+    pace: pace_lib.Pace
+    counts: statistics.Counts
+
+    @property
+    def status_B(self) -> jax.Array:
+        """How each row stands."""
+        return self.decode.status_B
+
+    @property
+    def num_new_B(self) -> jax.Array:
+        """How many tokens each row has emitted."""
+        return self.decode.num_new_B
+
+
+def begin(decode: state_lib.DecodeState, memory: Any, num_draft_tokens: int) -> SpeculativeState:
+    """Makes the state after the first token, which the target alone draws."""
+    batch = decode.token_B.shape[0]
+    return SpeculativeState(
+        decode=decode,
+        memory=memory,
+        pace=pace_lib.begin(batch),
+        counts=statistics.no_counts(batch, num_draft_tokens),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeRound:
+    """Advances every running row by 1 to ``num_draft_tokens`` + 1 tokens. See ``decode.step.Step``.
+
+    Its params are ``draft.Params``. The target's cache must be able to take back ``num_draft_tokens`` tokens.
+
+    Attributes:
+      model: the target.
+      chain: the transforms before each draw, of target and draft alike.
+      draft: what proposes.
+      verify: the rule of acceptance.
+      num_draft_tokens: G, the most proposals of a round.
+      costs: what decides how many proposals pay; ``None`` always proposes G.
+    """
+
+    model: transformer.Transformer
+    chain: sampling.Transform
+    draft: draft_lib.Draft
+    verify: verify_lib.Verify
+    num_draft_tokens: int
+    costs: pace_lib.Costs | None
+
+    def __call__(self, params: draft_lib.Params, state: SpeculativeState) -> SpeculativeState:
+        """Runs one round."""
+        before = state.decode
+        proposals, memory, cache = self.draft.propose(
+            self._task(), params, state.memory, before, self._want(state)
+        )
+        state = dataclasses.replace(state, memory=memory, decode=dataclasses.replace(before, cache=cache))
+        return jax.lax.cond(
+            jnp.any(proposals.num_B > 0),
+            lambda state: self._verify(params, state, proposals),
+            lambda state: self._verify(params, state, _cut(proposals, 0)),
+            state,
+        )
+
+    def _task(self) -> draft_lib.Task:
+        return draft_lib.Task(
+            chain=self.chain,
+            vocab_size=self.model.config.vocab_size,
+            most=self.num_draft_tokens,
+            purpose=self.verify.draft_purpose,
+            needs_law=self.verify.needs_law,
+        )
+
+    def _want(self, state: SpeculativeState) -> jax.Array:
+        """Says how many tokens each row should propose."""
+        most = self.num_draft_tokens
+        want_B = jnp.full_like(state.num_new_B, most)
+        if self.costs is not None:
+            want_B = pace_lib.want(state.pace, self.costs, most)
+        # The target adds a token of its own, so a row that lacks r tokens has use for r - 1 proposals.
+        room_B = state.decode.max_new_B - state.num_new_B - 1
+        return jnp.where(state.status_B == state_lib.RUNNING, jnp.minimum(want_B, room_B), 0)
+
+    def _verify(
+        self, params: draft_lib.Params, state: SpeculativeState, proposals: proposals_lib.Proposals
+    ) -> SpeculativeState:
+        """Runs the block through the target, and emits."""
+        before, G = state.decode, proposals.token_BG.shape[1]
+        is_live_B = before.status_B == state_lib.RUNNING
+        start_B = before.cache.length_B
+        with jax.named_scope("target"):
+            logits_BPV, cache = self.model.apply(
+                params.target,
+                jnp.concatenate([before.token_B[:, None], proposals.token_BG], axis=1),
+                before.cache,
+                num_tokens_B=jnp.where(is_live_B, 1 + proposals.num_B, 0),
+            )
+        with jax.named_scope("verify"):
+            samplers = emission.sampler_places(self.chain, before.sampler, proposals.token_BG)
+            processed_BPV = emission.process(self.chain, samplers, logits_BPV)
+            position_BP = start_B[:, None] + 1 + jnp.arange(G + 1, dtype=jnp.int32)[None, :]
+            token_BP, num_accepted_B = self.verify.choose(
+                processed_BPV, proposals, before.key_B, position_BP, before.is_random_B
+            )
+        after, num_emitted_B = emission.commit(
+            self.chain, before, samplers, token_BP, num_accepted_B + 1, logits_BPV
+        )
+        after = dataclasses.replace(after, cache=kv_cache.truncate(cache, start_B + num_emitted_B))
+        return self._settled(state, after, proposals.num_B, num_accepted_B, num_emitted_B, G + 1)
+
+    def _settled(
+        self,
+        state: SpeculativeState,
+        after: state_lib.DecodeState,
+        num_B: jax.Array,
+        num_passed_B: jax.Array,
+        num_emitted_B: jax.Array,
+        num_places: int,
+    ) -> SpeculativeState:
+        """Brings the draft's memory, the counts and the pace up to date."""
+        is_live_B = state.status_B == state_lib.RUNNING
+        accepted_B = jnp.minimum(num_passed_B, num_emitted_B)
+        # The place after the accepted ones was tested too, where it held a proposal and the row got there.
+        is_refused_B = (num_passed_B < num_B) & (num_emitted_B > num_passed_B)
+        tested_B = accepted_B + is_refused_B
+        counts = statistics.add_round(
+            state.counts, is_live_B, num_places, drafted_B=num_B, tested_B=tested_B, accepted_B=accepted_B
+        )
+        pace = state.pace
+        if self.costs is not None:
+            pace = pace_lib.update(pace, self.costs, self.num_draft_tokens, accepted_B, tested_B)
+        memory = self.draft.settle(state.memory, state.decode, after)
+        return SpeculativeState(decode=after, memory=memory, pace=pace, counts=counts)
+
+
+def _cut(proposals: proposals_lib.Proposals, most: int) -> proposals_lib.Proposals:
+    """Returns the proposals of a block that is narrower; no row may have more than ``most``."""
+    logits_BGV = None if proposals.logits_BGV is None else proposals.logits_BGV[:, :most]
+    return dataclasses.replace(proposals, token_BG=proposals.token_BG[:, :most], logits_BGV=logits_BGV)
