@@ -19,7 +19,6 @@ from jdecode.cache import kv_cache
 from jdecode.decode import loop, prefill, state, stopping
 from jdecode.decode import step as step_lib
 from jdecode.models import transformer
-from jdecode.speculative import draft as draft_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.speculative import speculative_round, statistics
 from jdecode.text import stream as stream_lib
@@ -100,7 +99,8 @@ class TextStream:
       request: what to do.
       cache: with one row a prompt; donated. Rows continue where it ends.
       history: ids that each row of the cache holds already (penalties count them as prompt).
-      speculation: the draft and how it is used; ``None`` for plain decoding.
+      speculation: a draft and how it is used; ``None`` for plain decoding. The cache must be able to take back as many
+        tokens as it proposes.
       weight_bytes: for the statistics.
 
     Attributes:
@@ -110,7 +110,8 @@ class TextStream:
     ``result.stats`` holds ``first_token_seconds`` (from the call to the first token, compilation included),
     ``prefill_seconds`` (to the first token) and ``decode_seconds`` (after it), both without compilation and without
     the time that the reader took between chunks, ``decode_tokens_per_second`` (all rows), ``compile_seconds``,
-    ``prompt_tokens`` and ``new_tokens`` (counts, all rows), ``kv_cache_bytes`` and ``weight_bytes``.
+    ``prompt_tokens`` and ``new_tokens`` (counts, all rows), ``kv_cache_bytes`` and ``weight_bytes``; with speculation
+    also those of ``speculative.statistics.summary``, ``draft_cache_bytes`` and ``draft_weight_bytes``.
     """
 
     def __init__(
@@ -133,14 +134,17 @@ class TextStream:
         self._readers = [self._reader(request.continues_text[row // request.num_samples]) for row in range(self._rows)]
         self._seen = [0] * self._rows
         self._finish_reasons: list[str | None] = [None] * self._rows
-        self._state: state.DecodeState | speculative_round.SpeculativeState | None = None
+        self._state: state.DecodeState | None = None
+        self._drafting: speculative_round.Drafting | None = None  # beside the state, where there is a draft
         self.result: GenerateResult | None = None
         # All that can be refused is refused here, before anything is computed.
         prefill.check_room(cache, [len(prompt) + request.max_new_tokens for prompt in request.prompts])
         held = history or [()] * len(request.prompts)
         self._whole_prompts = [[*before, *prompt] for before, prompt in zip(held, request.prompts, strict=True)]
-        self._room = cache.max_len or max(len(ids) for ids in self._whole_prompts) + request.max_new_tokens
-        self._sampling_params = self._make_sampling_params(cache.max_len)
+        longest = max(len(ids) for ids in self._whole_prompts) + request.max_new_tokens
+        # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
+        self._max_len = cache.max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(longest))
+        self._sampling_params = self._make_sampling_params()
 
     @property
     def _rows(self) -> int:
@@ -149,15 +153,9 @@ class TextStream:
     @property
     def cache(self) -> kv_cache.KVCache:
         """The cache after the run."""
-        if self.result is None:
+        if self.result is None or self._state is None:
             raise ValueError("cache: expected an exhausted stream, got one that is still running; read it to its end")
-        return self._decode.cache
-
-    @property
-    def _decode(self) -> state.DecodeState:
-        """The rows, without what speculation carries beside them."""
-        assert self._state is not None
-        return self._state.decode if isinstance(self._state, speculative_round.SpeculativeState) else self._state
+        return self._state.cache
 
     def _reader(self, continues_text: bool) -> stream_lib.DetokenizerStream | None:
         if self._tokenizer is None:
@@ -166,17 +164,13 @@ class TextStream:
             return None
         return stream_lib.DetokenizerStream(self._tokenizer, self._request.stop, continues_text=continues_text)
 
-    def _make_sampling_params(self, max_len: int | None) -> sampling.SamplingParams:
-        request, whole = self._request, self._whole_prompts
-        longest = max(len(ids) for ids in whole) + request.max_new_tokens
-        # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
-        history_len = max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(longest))
+    def _make_sampling_params(self) -> sampling.SamplingParams:
         return sampling.params_from_configs(
-            request.sampling_configs,
+            self._request.sampling_configs,
             vocab_size=self._model.config.vocab_size,
-            prompts=[ids for ids in whole for _ in range(request.num_samples)],
-            history_len=history_len,
-            stop_ids=[request.stop_ids] * self._rows,
+            prompts=[ids for ids in self._whole_prompts for _ in range(self._request.num_samples)],
+            history_len=self._max_len,
+            stop_ids=[self._request.stop_ids] * self._rows,
         )
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -220,34 +214,31 @@ class TextStream:
             num_top_logprobs=request.num_top_logprobs,
         )
         if self._speculation is not None:
-            self._state = self._begin_speculation(self._speculation, self._state)
+            self._drafting = self._begin_drafting(self._speculation)
         return self._look()
 
-    def _begin_speculation(
-        self, speculation: speculation_lib.Speculation, decode: state.DecodeState
-    ) -> speculative_round.SpeculativeState:
-        params = draft_lib.Params(target=self._params, draft=speculation.draft_params)
-        memory = speculation.draft.begin(
-            params, self._whole_prompts, num_samples=self._request.num_samples, room=self._room
-        )
-        return speculative_round.begin(decode, memory, speculation.num_draft_tokens)
+    def _begin_drafting(self, speculation: speculation_lib.Speculation) -> speculative_round.Drafting:
+        num_samples = self._request.num_samples
+        return speculation.begin(self._params, self._whole_prompts, num_samples=num_samples, max_len=self._max_len)
 
     def _continue(self) -> list[Chunk]:
+        assert self._state is not None
         look = self._request.steps_per_look
-        if isinstance(self._state, speculative_round.SpeculativeState):
-            assert self._speculation is not None
-            params = draft_lib.Params(target=self._params, draft=self._speculation.draft_params)
-            self._state = loop.run(self._speculation.step(self._model, self._chain), params, self._state, look)
+        if self._speculation is None or self._drafting is None:
+            plain = step_lib.PlainStep(self._model, self._chain)
+            self._state = loop.run(plain, self._params, self._state, look)
         else:
-            assert self._state is not None
-            self._state = loop.run(step_lib.PlainStep(self._model, self._chain), self._params, self._state, look)
+            both = speculative_round.SpeculativeState(decode=self._state, drafting=self._drafting)
+            step = self._speculation.step(self._model, self._chain)
+            both = loop.run(step, self._speculation.params(self._params), both, look)
+            self._state, self._drafting = both.decode, both.drafting
         return self._look()
 
     def _look(self) -> list[Chunk]:
         """Reads the new tokens of every row, and ends rows at their stop strings."""
-        decode = self._decode
-        status_B = np.asarray(decode.status_B)
-        num_new_B, tokens_BM = np.asarray(decode.num_new_B), np.asarray(decode.tokens_BM)
+        assert self._state is not None
+        status_B = np.asarray(self._state.status_B)
+        num_new_B, tokens_BM = np.asarray(self._state.num_new_B), np.asarray(self._state.tokens_BM)
         chunks, stopped_B = [], np.zeros(self._rows, bool)
         for row in range(self._rows):
             if self._finish_reasons[row] is not None:
@@ -264,9 +255,7 @@ class TextStream:
             if chunk.token_ids or chunk.text or chunk.finish_reason:
                 chunks.append(chunk)
         if (stopped_B & (status_B == state.RUNNING)).any():
-            ended = state.finish(decode, stopped_B)
-            is_speculative = isinstance(self._state, speculative_round.SpeculativeState)
-            self._state = dataclasses.replace(self._state, decode=ended) if is_speculative else ended
+            self._state = state.finish(self._state, stopped_B)
         return chunks
 
     def _read(self, row: int, new: list[int], finish_reason: str | None) -> Chunk:
@@ -286,7 +275,8 @@ class TextStream:
         return Chunk(row=row, text=text, token_ids=new, finish_reason=finish_reason)
 
     def _make_result(self, stats: dict[str, float]) -> GenerateResult:
-        request, final = self._request, self._decode
+        assert self._state is not None
+        request, final = self._request, self._state
         lengths = np.asarray(self._seen, np.int32)
         is_real_BM = np.arange(final.tokens_BM.shape[1])[None, :] < lengths[:, None]
         width = max(int(lengths.max()), 1)
@@ -310,18 +300,23 @@ class TextStream:
                 "new_tokens": int(lengths.sum()),
                 "kv_cache_bytes": final.cache.num_bytes,
                 "weight_bytes": self._weight_bytes,
-                **self._speculation_stats(),
+                **self._drafting_stats(),
             },
         )
 
-    def _speculation_stats(self) -> dict[str, Any]:
-        if not isinstance(self._state, speculative_round.SpeculativeState):
+    def _drafting_stats(self) -> dict[str, Any]:
+        if self._speculation is None or self._drafting is None:
             return {}
-        return statistics.summary(self._state.counts)
+        return {
+            **statistics.summary(self._drafting.counts),
+            "draft_cache_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._drafting.memory)),
+            "draft_weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._speculation.draft_params)),
+        }
 
     def _scores(self, lengths: np.ndarray, width: int, is_real_BM: np.ndarray):
         """Returns the log-probabilities in the form of ``GenerateResult``."""
-        scores = self._decode.scores
+        assert self._state is not None
+        scores = self._state.scores
         if scores is None:
             return None, None
         scores = jax.tree.map(np.asarray, scores)

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jdecode import chat_session, generation
+from jdecode import chat_session, drafts, generation
 from jdecode import config as config_lib
 from jdecode import request as request_lib
 from jdecode import sampling as sampling_lib
@@ -22,6 +22,7 @@ from jdecode.decode import loop, prefill
 from jdecode.models import parameter_axes, transformer
 from jdecode.parallel import device_memory, rules
 from jdecode.parallel import mesh as mesh_lib
+from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.weights import load as load_lib
@@ -120,7 +121,10 @@ class LanguageModel:
         cache: config_lib.CacheConfig = config_lib.CacheConfig(),
         capacity: int | None = None,
         lengths: Sequence[int] | np.ndarray | None = None,
-        draft: None = None,
+        draft: Any = None,
+        num_draft_tokens: int = 4,
+        verify: str = "rejection",
+        adaptive_draft: bool = True,
         steps_per_look: int = generation.STREAM_STEPS,
     ) -> generation.TextStream:
         """Continues prompts, and yields text as it comes.
@@ -138,8 +142,14 @@ class LanguageModel:
           cache: layout and dtype of the cache.
           capacity: cache slots a row; ``None`` for what the request needs.
           lengths: how many ids of each row are real, for an array of prompts.
-          draft: speculative decoding; this version has none.
-          steps_per_look: tokens a row between two chunks.
+          draft: what proposes tokens (speculative decoding): a smaller ``LanguageModel`` with the same tokens,
+            ``"ngram"`` (what followed the latest tokens before), ``"layer_skip"`` (this model's first layers), or a
+            draft of ``jdecode.speculative`` with options of its own; ``None`` for plain decoding.
+          num_draft_tokens: the most tokens that are proposed at once.
+          verify: ``"rejection"`` accepts most and keeps the law of the text; ``"coupled"`` keeps the text itself: that
+            of plain decoding with the same seed. Greedy texts are those of plain decoding under both.
+          adaptive_draft: propose fewer tokens, or none, while few are accepted.
+          steps_per_look: tokens a row between two chunks; a round of speculation may write past it.
 
         Returns:
           An iterable of ``Chunk``; its ``result`` is there when it is exhausted.
@@ -148,14 +158,24 @@ class LanguageModel:
           ValueError: an argument that cannot be honoured, one line.
           FloatingPointError: the model's logits were not finite.
         """
-        if draft is not None:
-            raise ValueError(f"draft: expected None (speculative decoding is not in this version), got {draft!r}")
         ids = self._prompt_ids(prompts, lengths)
         max_new_tokens = request_lib.count("max_new_tokens", max_new_tokens, least=1, most=request_lib.MOST_NEW_TOKENS)
         num_samples = request_lib.count("num_samples", num_samples, least=1)
         if logprobs is not None:
             logprobs = request_lib.count("logprobs", logprobs, least=0, most=self.config.vocab_size)
         slots = self._slots(max(len(prompt) for prompt in ids), max_new_tokens, capacity)
+        speculation = drafts.make_speculation(
+            self,
+            draft,
+            num_draft_tokens=num_draft_tokens,
+            verify_name=verify,
+            is_adaptive=adaptive_draft,
+            cache=cache,
+            num_rows=len(ids) * num_samples,
+            capacity=slots,
+        )
+        if speculation is not None:
+            cache = speculation_lib.with_slack(cache, speculation.num_draft_tokens)
         self._check_memory(len(ids) * num_samples, slots, cache, max_new_tokens, logprobs)
         request = request_lib.resolve(
             ids,
@@ -174,7 +194,13 @@ class LanguageModel:
         )
         empty = self.init_cache(batch_size=len(ids), capacity=slots, cache=cache)
         return generation.TextStream(
-            self.model, self.params, self.tokenizer, request, empty, weight_bytes=self.weight_bytes
+            self.model,
+            self.params,
+            self.tokenizer,
+            request,
+            empty,
+            speculation=speculation,
+            weight_bytes=self.weight_bytes,
         )
 
     def score(

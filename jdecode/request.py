@@ -34,7 +34,10 @@ class Options(TypedDict, total=False):
     cache: config_lib.CacheConfig
     capacity: int | None
     lengths: Sequence[int] | np.ndarray | None
-    draft: None
+    draft: Any
+    num_draft_tokens: int
+    verify: str
+    adaptive_draft: bool
     steps_per_look: int
 
 

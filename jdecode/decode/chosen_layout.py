@@ -57,7 +57,11 @@ def _map_stores(change: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def run(
-    loop: Callable[..., step_lib.State], step: step_lib.Step[step_lib.State], params: Any, state: step_lib.State, max_tokens: jax.Array
+    loop: Callable[..., step_lib.State],
+    step: step_lib.Step[step_lib.State],
+    params: Any,
+    state: step_lib.State,
+    max_tokens: jax.Array,
 ) -> step_lib.State:
     """Runs the loop, compiling it where needed. See ``loop.run`` for arguments; ``state`` is donated."""
     flat, structure = jax.tree.flatten((params, state, max_tokens))

@@ -63,9 +63,9 @@ def _fold_samples(words_B2: jax.Array, sample_idx_B: jax.Array) -> jax.Array:
 def keys_at(key_B: jax.Array, position_B: jax.Array, purpose: int | jax.Array) -> jax.Array:
     """Returns the keys [B] of the draws for ``purpose`` (one, or one a row) at the positions ``position_B`` (int32)."""
     purpose_B = jnp.broadcast_to(jnp.asarray(purpose, jnp.int32), position_B.shape)
-    return jax.vmap(
-        lambda key, position, purpose: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
-    )(key_B, position_B, purpose_B)
+    return jax.vmap(lambda key, position, purpose: jax.random.fold_in(jax.random.fold_in(key, position), purpose))(
+        key_B, position_B, purpose_B
+    )
 
 
 def draw(

@@ -47,14 +47,14 @@ class Draft(Protocol):
     proposes, the text keeps its law.
     """
 
-    def begin(self, params: Params, prompts: Sequence[Sequence[int]], *, num_samples: int, room: int) -> Any:
+    def begin(self, params: Params, prompts: Sequence[Sequence[int]], *, num_samples: int, max_len: int) -> Any:
         """Reads the prompts, on the host, and returns the memory.
 
         Args:
           params: of both sides.
           prompts: ids of each prompt, with whatever the rows held before it.
           num_samples: rows a prompt; rows stand prompt by prompt.
-          room: the most tokens, prompt and output, that a row can hold.
+          max_len: the most tokens, prompt and output, that a row can hold.
         """
         ...
 

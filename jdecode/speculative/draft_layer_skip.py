@@ -20,35 +20,41 @@ from jdecode.speculative import drawing
 from jdecode.speculative import proposals as proposals_lib
 
 
-def first_layers(config: config_lib.ModelConfig, num_layers: int) -> config_lib.ModelConfig:
-    """Describes a model that ends after the first ``num_layers`` layers of another.
-
-    Raises:
-      ValueError: ``num_layers`` is not from 1 to one less than the model has.
-    """
-    if not 1 <= num_layers < config.num_layers:
-        raise ValueError(
-            f"layer_skip: expected 1 to {config.num_layers - 1} layers (the model has {config.num_layers}), "
-            f"got {num_layers}"
-        )
-    return dataclasses.replace(config, layers=config.layers[:num_layers])
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerSkipDraft:
     """Proposes what the target's first layers and its head draw. See ``draft.Draft``; it has no memory.
 
     Attributes:
-      model: the target, but with the first layers alone (``first_layers``). It runs on the target's parameters.
+      model: the target, but with its first layers alone. It runs on the target's parameters.
     """
 
     model: transformer.Transformer
 
+    @classmethod
+    def of(cls, target: transformer.Transformer, num_layers: int | None = None) -> "LayerSkipDraft":
+        """Makes the draft of a target.
+
+        Args:
+          num_layers: of the target's, from the first; ``None`` for a third of them.
+
+        Raises:
+          ValueError: the target has only one layer, or ``num_layers`` is not from 1 to one less than it has.
+        """
+        most = target.config.num_layers - 1
+        if most < 1:
+            raise ValueError("draft layer_skip: expected a model of at least 2 layers, got 1; use another draft")
+        if num_layers is None:
+            num_layers = max(1, target.config.num_layers // 3)
+        config_lib.check_count("draft layer_skip", num_layers, 1)
+        config_lib.check(num_layers <= most, f"draft layer_skip: expected 1 to {most} layers, got {num_layers}")
+        config = dataclasses.replace(target.config, layers=target.config.layers[:num_layers])
+        return cls(transformer.Transformer(config, backend=target.backend, dtype=target.dtype))
+
     def begin(
-        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, room: int
+        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, max_len: int
     ) -> tuple[()]:
         """Reads nothing: the target's cache holds the prompts."""
-        del params, prompts, num_samples, room
+        del params, prompts, num_samples, max_len
         return ()
 
     def propose(

@@ -34,18 +34,29 @@ class ModelDraft:
     Attributes:
       model: its vocabulary holds the same strings as the target's, but either may be padded.
       cache: layout and dtype of its cache.
+      mesh: the devices of its cache, ``None`` for the default one.
     """
 
     model: transformer.Transformer
     cache: config_lib.CacheConfig
+    mesh: jax.sharding.Mesh | None = None
+
+    def init_cache(self, batch_size: int, capacity: int) -> kv_cache.KVCache:
+        """Allocates an empty cache."""
+        return allocate.init_cache(
+            self.model.config,
+            self.cache,
+            batch_size=batch_size,
+            capacity=capacity,
+            compute_dtype=self.model.dtype,
+            mesh=self.mesh,
+        )
 
     def begin(
-        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, room: int
+        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, max_len: int
     ) -> kv_cache.KVCache:
         """Reads the prompts into an empty cache."""
-        cache = allocate.init_cache(
-            self.model.config, self.cache, batch_size=len(prompts), capacity=room, compute_dtype=self.model.dtype
-        )
+        cache = self.init_cache(len(prompts), max_len)
         cache, _ = prefill.prefill(self.model, params.draft, self._readable(prompts), cache)
         if num_samples > 1:
             cache = kv_cache.take_rows(cache, jnp.repeat(jnp.arange(len(prompts)), num_samples))

@@ -57,11 +57,11 @@ class NgramDraft:
         config_lib.check_count("ngram longest", self.longest, self.shortest)
 
     def begin(
-        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, room: int
+        self, params: draft_lib.Params, prompts: Sequence[Sequence[int]], *, num_samples: int, max_len: int
     ) -> PromptText:
         """Pads the prompts."""
         del params
-        width = max(LEAST_WIDTH, shapes.power_of_two_at_least(room))
+        width = max(LEAST_WIDTH, shapes.power_of_two_at_least(max_len))
         token_BS = np.full((len(prompts) * num_samples, width), NO_TOKEN, np.int32)
         for row in range(len(token_BS)):
             prompt = prompts[row // num_samples]

@@ -1,12 +1,19 @@
 """All that speculative decoding adds to a request, in one value."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from jdecode import config as config_lib
 from jdecode import sampling
 from jdecode.models import transformer
 from jdecode.speculative import draft as draft_lib
-from jdecode.speculative import pace, speculative_round, verify
+from jdecode.speculative import pace, speculative_round, statistics, verify
+
+
+def with_slack(cache: config_lib.CacheConfig, num_draft_tokens: int) -> config_lib.CacheConfig:
+    """Returns the config of a cache that can take back a whole block, in rings too."""
+    return dataclasses.replace(cache, slack=max(cache.slack, num_draft_tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,10 +22,10 @@ class Speculation:
 
     Attributes:
       draft: what proposes.
-      draft_params: of the draft; ``()`` for one that has none.
-      num_draft_tokens: the most proposals of a round.
+      draft_params: of the draft's model; ``()`` for a draft that has none.
+      num_draft_tokens: G, the most proposals of a round.
       verify: the rule of acceptance.
-      costs: what decides how many proposals pay; ``None`` always proposes ``num_draft_tokens``.
+      costs: what decides how many proposals pay; ``None`` always proposes G.
     """
 
     draft: draft_lib.Draft
@@ -27,10 +34,23 @@ class Speculation:
     verify: verify.Verify
     costs: pace.Costs | None
 
-    def step(
-        self, model: transformer.Transformer, chain: sampling.Transform
-    ) -> speculative_round.SpeculativeRound:
-        """Returns the step that the device loop repeats."""
+    def step(self, model: transformer.Transformer, chain: sampling.Transform) -> speculative_round.SpeculativeRound:
+        """Returns the step that the device loop repeats. Equal ones share a compilation."""
         return speculative_round.SpeculativeRound(
             model, chain, self.draft, self.verify, self.num_draft_tokens, self.costs
+        )
+
+    def params(self, target: Any) -> draft_lib.Params:
+        """Returns the parameters of that step, given the target's."""
+        return draft_lib.Params(target=target, draft=self.draft_params)
+
+    def begin(
+        self, target: Any, prompts: Sequence[Sequence[int]], *, num_samples: int, max_len: int
+    ) -> speculative_round.Drafting:
+        """Lets the draft read the prompts. For arguments see ``draft.Draft.begin``."""
+        params = self.params(target)
+        memory = self.draft.begin(params, prompts, num_samples=num_samples, max_len=max_len)
+        batch = len(prompts) * num_samples
+        return speculative_round.Drafting(
+            memory=memory, pace=pace.begin(batch), counts=statistics.no_counts(batch, self.num_draft_tokens)
         )

@@ -34,20 +34,27 @@ from jdecode.speculative import verify as verify_lib
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeculativeState:
-    """Rows in the middle of a speculative decode.
+class Drafting:
+    """What speculation carries from round to round, beside the target's rows.
 
     Attributes:
-      decode: the target's rows, just as plain decoding has them.
       memory: the draft's own.
       pace: how many tokens each row proposes.
       counts: what was drafted, tested and accepted so far.
     """
 
-    decode: state_lib.DecodeState
     memory: Any
     pace: pace_lib.Pace
     counts: statistics.Counts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeState:
+    """Rows in the middle of a speculative decode: ``decode`` is just what plain decoding has."""
+
+    decode: state_lib.DecodeState
+    drafting: Drafting
 
     @property
     def status_B(self) -> jax.Array:
@@ -58,17 +65,6 @@ class SpeculativeState:
     def num_new_B(self) -> jax.Array:
         """How many tokens each row has emitted."""
         return self.decode.num_new_B
-
-
-def begin(decode: state_lib.DecodeState, memory: Any, num_draft_tokens: int) -> SpeculativeState:
-    """Makes the state after the first token, which the target alone draws."""
-    batch = decode.token_B.shape[0]
-    return SpeculativeState(
-        decode=decode,
-        memory=memory,
-        pace=pace_lib.begin(batch),
-        counts=statistics.no_counts(batch, num_draft_tokens),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +91,18 @@ class SpeculativeRound:
 
     def __call__(self, params: draft_lib.Params, state: SpeculativeState) -> SpeculativeState:
         """Runs one round."""
-        before = state.decode
         proposals, memory, cache = self.draft.propose(
-            self._task(), params, state.memory, before, self._want(state)
+            self._task(), params, state.drafting.memory, state.decode, self._want(state)
         )
-        state = dataclasses.replace(state, memory=memory, decode=dataclasses.replace(before, cache=cache))
+        proposed = SpeculativeState(
+            decode=dataclasses.replace(state.decode, cache=cache),
+            drafting=dataclasses.replace(state.drafting, memory=memory),
+        )
         return jax.lax.cond(
             jnp.any(proposals.num_B > 0),
             lambda state: self._verify(params, state, proposals),
             lambda state: self._verify(params, state, _cut(proposals, 0)),
-            state,
+            proposed,
         )
 
     def _task(self) -> draft_lib.Task:
@@ -121,7 +119,7 @@ class SpeculativeRound:
         most = self.num_draft_tokens
         want_B = jnp.full_like(state.num_new_B, most)
         if self.costs is not None:
-            want_B = pace_lib.want(state.pace, self.costs, most)
+            want_B = pace_lib.want(state.drafting.pace, self.costs, most)
         # The target adds a token of its own, so a row that lacks r tokens has use for r - 1 proposals.
         room_B = state.decode.max_new_B - state.num_new_B - 1
         return jnp.where(state.status_B == state_lib.RUNNING, jnp.minimum(want_B, room_B), 0)
@@ -147,9 +145,7 @@ class SpeculativeRound:
             token_BP, num_accepted_B = self.verify.choose(
                 processed_BPV, proposals, before.key_B, position_BP, before.is_random_B
             )
-        after, num_emitted_B = emission.commit(
-            self.chain, before, samplers, token_BP, num_accepted_B + 1, logits_BPV
-        )
+        after, num_emitted_B = emission.commit(self.chain, before, samplers, token_BP, num_accepted_B + 1, logits_BPV)
         after = dataclasses.replace(after, cache=kv_cache.truncate(cache, start_B + num_emitted_B))
         return self._settled(state, after, proposals.num_B, num_accepted_B, num_emitted_B, G + 1)
 
@@ -168,14 +164,15 @@ class SpeculativeRound:
         # The place after the accepted ones was tested too, where it held a proposal and the row got there.
         is_refused_B = (num_passed_B < num_B) & (num_emitted_B > num_passed_B)
         tested_B = accepted_B + is_refused_B
+        drafting = state.drafting
         counts = statistics.add_round(
-            state.counts, is_live_B, num_places, drafted_B=num_B, tested_B=tested_B, accepted_B=accepted_B
+            drafting.counts, is_live_B, num_places, drafted_B=num_B, tested_B=tested_B, accepted_B=accepted_B
         )
-        pace = state.pace
+        pace = drafting.pace
         if self.costs is not None:
             pace = pace_lib.update(pace, self.costs, self.num_draft_tokens, accepted_B, tested_B)
-        memory = self.draft.settle(state.memory, state.decode, after)
-        return SpeculativeState(decode=after, memory=memory, pace=pace, counts=counts)
+        memory = self.draft.settle(drafting.memory, state.decode, after)
+        return SpeculativeState(decode=after, drafting=Drafting(memory=memory, pace=pace, counts=counts))
 
 
 def _cut(proposals: proposals_lib.Proposals, most: int) -> proposals_lib.Proposals:

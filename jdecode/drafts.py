@@ -1,0 +1,120 @@
+"""From what a caller names as a draft to a ``Speculation`` that fits the target."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jdecode import config as config_lib
+from jdecode import request as request_lib
+from jdecode.parallel import device_memory
+from jdecode.speculative import draft as draft_lib
+from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, pace, speculation, verify
+
+if TYPE_CHECKING:
+    from jdecode import language_model
+
+NGRAM, LAYER_SKIP = "ngram", "layer_skip"
+"""Drafts without weights of their own, by name."""
+
+MOST_DRAFT_TOKENS = 64
+"""The longest block: each place holds a copy of the sampling state and a row of logits."""
+
+
+def make_speculation(
+    target: "language_model.LanguageModel",
+    draft: Any,
+    *,
+    num_draft_tokens: int,
+    verify_name: str,
+    is_adaptive: bool,
+    cache: config_lib.CacheConfig,
+    num_rows: int,
+    capacity: int,
+) -> speculation.Speculation | None:
+    """Checks a draft against its target.
+
+    Args:
+      draft: ``None``, ``"ngram"``, ``"layer_skip"``, a ``LanguageModel``, or a draft of ``jdecode.speculative``.
+      num_draft_tokens: the most proposals of a round.
+      verify_name: of ``verify.RULES``.
+      is_adaptive: whether fewer are proposed while few are accepted.
+      cache: layout and dtype, of the draft's cache too.
+      num_rows, capacity: of the request, for the size of the draft's cache.
+
+    Raises:
+      ValueError, TypeError: something that cannot be honoured, one line.
+    """
+    num_draft_tokens = request_lib.count("num_draft_tokens", num_draft_tokens, least=1, most=MOST_DRAFT_TOKENS)
+    if verify_name not in verify.RULES:
+        raise ValueError(f"verify: expected one of {', '.join(verify.RULES)}, got {verify_name!r}")
+    if draft is None:
+        return None
+    chosen, params = _chosen(target, draft, speculation.with_slack(cache, num_draft_tokens))
+    if isinstance(chosen, draft_model.ModelDraft):
+        shapes = jax.eval_shape(lambda: chosen.init_cache(num_rows, capacity))
+        device_memory.check(shapes, target.mesh, f"the draft's cache of {num_rows} rows x {capacity} slots")
+    return speculation.Speculation(
+        draft=chosen,
+        draft_params=params,
+        num_draft_tokens=num_draft_tokens,
+        verify=verify.RULES[verify_name],
+        costs=_costs(target, chosen, params, num_draft_tokens) if is_adaptive else None,
+    )
+
+
+def _chosen(
+    target: "language_model.LanguageModel", draft: Any, cache: config_lib.CacheConfig
+) -> tuple[draft_lib.Draft, Any]:
+    """Returns the draft and its parameters."""
+    from jdecode import language_model
+
+    if draft == NGRAM:
+        return draft_ngram.NgramDraft(), ()
+    if draft == LAYER_SKIP:
+        return draft_layer_skip.LayerSkipDraft.of(target.model), ()
+    if isinstance(draft, language_model.LanguageModel):
+        _check_vocabulary(target, draft)
+        if draft.mesh != target.mesh:
+            raise ValueError("draft: expected a model on the target's devices, got another mesh; load both with one")
+        return draft_model.ModelDraft(draft.model, cache, draft.mesh), draft.params
+    if isinstance(draft, draft_ngram.NgramDraft | draft_layer_skip.LayerSkipDraft):
+        return draft, ()
+    raise TypeError(
+        f"draft: expected None, {NGRAM!r}, {LAYER_SKIP!r} or a loaded language model, got {draft!r:.80}; "
+        "load a model with jdecode.load"
+    )
+
+
+def _check_vocabulary(target: "language_model.LanguageModel", draft: "language_model.LanguageModel") -> None:
+    """Refuses a draft whose ids stand for other strings. Ids that only one of them has are never proposed."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        if draft.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"draft: expected a model with the target's {target.config.vocab_size} tokens, got one with "
+                f"{draft.config.vocab_size}, and no tokenizers to compare"
+            )
+        return
+    differs = target.tokenizer.first_difference(draft.tokenizer)
+    if differs is None or differs >= min(target.tokenizer.vocab_size, draft.tokenizer.vocab_size):
+        return
+    own, other = target.tokenizer.token_string(differs), draft.tokenizer.token_string(differs)
+    raise ValueError(
+        f"draft: expected the target's tokens, got another string for id {differs} ({other!r}, not {own!r}); "
+        "use a draft with the same tokenizer, or ngram"
+    )
+
+
+def _costs(
+    target: "language_model.LanguageModel", draft: draft_lib.Draft, params: Any, num_draft_tokens: int
+) -> pace.Costs:
+    """Says what a round takes, in plain steps, from sizes alone: a clock would make texts depend on the machine."""
+    share = 0.0
+    if isinstance(draft, draft_layer_skip.LayerSkipDraft):
+        share = draft.model.config.num_layers / target.config.num_layers
+    elif isinstance(draft, draft_model.ModelDraft):
+        share = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / target.weight_bytes
+    return pace.Costs(draft=share, block=pace.block_cost(_platform(target), num_draft_tokens))
+
+
+def _platform(target: "language_model.LanguageModel") -> str:
+    return next(iter(jax.tree.leaves(target.params)[0].devices())).platform
