@@ -1,4 +1,4 @@
-"""The target's own first layers, and its head, as the draft (self-speculation; Zhang et al. 2024, Elhoushi et al. 2024).
+"""The target's own first layers and its head as the draft (self-speculation; Zhang et al., Elhoushi et al. 2024).
 
 For its layers the draft reads and writes the target's own cache: what those layers hold of the text is the same in
 both. What it writes for its proposals stands past the length of the rows, where nobody sees it, and the target's block
@@ -7,6 +7,7 @@ writes the same places again, in every layer.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +70,9 @@ class LayerSkipDraft:
         own, whole = self.model.config.num_layers, state.cache
 
         def feed(cache: kv_cache.KVCache, token_B: jax.Array, is_asked_B: jax.Array):
-            logits_B1V, cache = self.model.apply(
-                params.target, token_B[:, None], cache, num_tokens_B=is_asked_B.astype(jnp.int32)
-            )
-            return logits_B1V[:, 0], cache
+            num_tokens_B = is_asked_B.astype(jnp.int32)
+            logits_B1V, after = self.model.apply(params.target, token_B[:, None], cache, num_tokens_B=num_tokens_B)
+            return logits_B1V[:, 0], cast(kv_cache.KVCache, after)
 
         with jax.named_scope("draft"):
             part = dataclasses.replace(whole, stores=whole.stores[:own], layout_idx=whole.layout_idx[:own])

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +95,8 @@ class ModelDraft:
     def _feed(self, params: Any, cache: kv_cache.KVCache, tokens_BT: jax.Array, num_tokens_B: jax.Array):
         """Feeds a block; returns the logits after each row's last token, and the cache."""
         tokens_BT = jnp.minimum(tokens_BT, self.model.config.vocab_size - 1)
-        logits_B1V, cache = self.model.apply(params, tokens_BT, cache, num_tokens_B=num_tokens_B, last_only=True)
-        return logits_B1V[:, 0], cache
+        logits_B1V, after = self.model.apply(params, tokens_BT, cache, num_tokens_B=num_tokens_B, last_only=True)
+        return logits_B1V[:, 0], cast(kv_cache.KVCache, after)
 
     def _catch_up(self, params: Any, cache: kv_cache.KVCache, state: state_lib.DecodeState, is_asked_B: jax.Array):
         """Reads, in the rows that are asked, all tokens up to the latest one; returns the logits after it."""

@@ -32,7 +32,7 @@ class PromptText:
     """What stood in each row before the output.
 
     Attributes:
-      token_BS: int32, S at least the most tokens, prompt and output, that a row can hold; ``NO_TOKEN`` after the prompt.
+      token_BS: int32, ``NO_TOKEN`` after the prompt; S is at least the most tokens, prompt and output, of a row.
       length_B: int32, tokens of the prompt.
     """
 

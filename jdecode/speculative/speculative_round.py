@@ -10,12 +10,12 @@
     emit        e = 1 … a + 1 tokens             fewer than are open where a row ends in mid-block
     roll back   cache.length_B = start + e       the position of the new latest token
 
-It is a ``decode.step.Step``: the device loop drives it as it drives the plain one. Two blocks are compiled, one of G + 1
-places and one of a single place for rounds in which no row proposes anything: such a round is a plain step.
+It is a ``decode.step.Step``: the device loop drives it as it drives the plain one. Two blocks are compiled: one of
+G + 1 places, and one of a single place for rounds in which no row proposes anything. Such a round is a plain step.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,9 @@ class SpeculativeRound:
                 processed_BPV, proposals, before.key_B, position_BP, before.is_random_B
             )
         after, num_emitted_B = emission.commit(self.chain, before, samplers, token_BP, num_accepted_B + 1, logits_BPV)
-        after = dataclasses.replace(after, cache=kv_cache.truncate(cache, start_B + num_emitted_B))
+        after = dataclasses.replace(
+            after, cache=kv_cache.truncate(cast(kv_cache.KVCache, cache), start_B + num_emitted_B)
+        )
         return self._settled(state, after, proposals.num_B, num_accepted_B, num_emitted_B, G + 1)
 
     def _settled(
