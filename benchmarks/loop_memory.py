@@ -24,7 +24,7 @@ from models import abstract_model
 
 from jdecode import command_line, config, sampling
 from jdecode.cache import allocate
-from jdecode.decode import chosen_layout, loop, state
+from jdecode.decode import chosen_layout, loop, state, step
 from jdecode.models import parameter_axes
 from jdecode.parallel import mesh as mesh_lib
 from jdecode.parallel import rules
@@ -117,13 +117,13 @@ def main() -> None:
     parser.add_argument("--mesh", type=command_line.mesh, default=config.MeshConfig(), help="data=1,model=8")
     arguments = parser.parse_args()
     model, params = abstract_model(arguments.config, "bfloat16" if arguments.tpu else "float32")
-    chain = sampling.standard_chain()
+    plain = step.PlainStep(model, sampling.standard_chain())
     for batch in [int(text) for text in arguments.batches.split(",")]:
         shapes = abstract_state(model, batch, arguments.capacity)
         steps = jax.ShapeDtypeStruct((), jnp.int32)
         if not arguments.tpu:
-            jitted = jax.jit(loop.decode_steps, static_argnums=(0, 1), donate_argnums=3)
-            compiled = jitted.lower(model, chain, params, shapes, steps).compile()
+            jitted = jax.jit(loop.decode_steps, static_argnums=0, donate_argnums=2)
+            compiled = jitted.lower(plain, params, shapes, steps).compile()
             report(f"{arguments.config} on this machine", batch, shapes, compiled, 1)
             continue
         mesh = tpu_mesh(arguments.tpu, arguments.mesh)
@@ -131,7 +131,7 @@ def main() -> None:
         split = jax.tree.leaves(shardings(model, mesh, (params, shapes, steps)))
         avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat]
         leaves = tuple(zip(avals, split, strict=True))
-        compiled = chosen_layout.compile_loop(loop.decode_steps, cast(Any, model), chain, structure, leaves)
+        compiled = chosen_layout.compile_loop(loop.decode_steps, cast(Any, plain), structure, leaves)
         report(f"{arguments.config} on {arguments.tpu}", batch, shapes, compiled, mesh.size)
 
 

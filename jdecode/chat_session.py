@@ -2,14 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
-from jdecode import generation
+from jdecode import drafts, generation
 from jdecode import request as request_lib
 from jdecode.cache import kv_cache
+from jdecode.speculative import speculation as speculation_lib
 
 if TYPE_CHECKING:
     from jdecode import language_model
@@ -25,8 +26,8 @@ class _Kept:
     Attributes:
       cache: one row.
       ids: the tokens that it holds.
-      longest: the most tokens that it has ever held. What a ring has lost it lost then, however often it was cut back
-        since, so this is what bounds the next cut.
+      longest: the most tokens that it has ever held, proposals that were not accepted included. What a ring has lost
+        it lost then, however often it was cut back since, so this is what bounds the next cut.
     """
 
     cache: kv_cache.KVCache
@@ -52,11 +53,17 @@ class ChatSession:
         sampling: config_lib.SamplingConfig,
         cache: config_lib.CacheConfig,
         capacity: int | None,
+        **drafting: Unpack[drafts.Options],
     ) -> None:
         self._lm, self._system, self._sampling, self._cache_config = lm, system, sampling, cache
         self._capacity = min(lm.config.max_positions, DEFAULT_CAPACITY)
         if capacity is not None:
             self._capacity = request_lib.count("capacity", capacity, least=1)
+        self._speculation = drafts.make_speculation(lm, cache=cache, num_rows=1, capacity=self._capacity, **drafting)
+        self._most_drafted = 0
+        if self._speculation is not None:
+            self._most_drafted = self._speculation.num_draft_tokens
+            self._cache_config = speculation_lib.with_slack(cache, self._most_drafted)
         self.messages: list[dict[str, Any]] = []
         self._turn = 0  # goes up with every send and reset: a reply of an earlier turn counts no more
         self._kept: _Kept | None = None
@@ -107,6 +114,7 @@ class ChatSession:
             request,
             kept.cache,
             history=[kept.ids],
+            speculation=self._speculation,
             weight_bytes=self._lm.weight_bytes,
         )
         self._turn += 1
@@ -115,7 +123,7 @@ class ChatSession:
         def end_turn(result: generation.GenerateResult) -> None:
             new = [int(token) for token in result.tokens[0, : result.lengths[0]]]
             held = [*ids, *new[:-1]]  # the latest token is not fed yet
-            self._kept = _Kept(cache=stream.cache, ids=held, longest=max(kept.longest, len(held)))
+            self._kept = _Kept(cache=stream.cache, ids=held, longest=max(kept.longest, len(held) + self._most_drafted))
             self.messages = [*messages, {"role": "assistant", "content": result.texts[0]}]
 
         return Reply(stream, end_turn, lambda turn=self._turn: turn == self._turn)

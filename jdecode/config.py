@@ -5,6 +5,8 @@ import math
 import numbers
 from typing import Any
 
+VERIFY_RULES = ("rejection", "coupled")  # of speculative decoding
+MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling state and a row of logits
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -246,6 +248,33 @@ class SamplingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Says how a draft speeds decoding up (speculative decoding; Leviathan et al. 2023).
+
+    Attributes:
+      draft: ``"ngram"`` (what followed the latest tokens before), ``"layer_skip"`` (the target's first layers), or the
+        weights of a smaller model with the same tokens: a packaged name, a path or a hub id. ``None`` for no draft.
+      num_draft_tokens: the most tokens that are proposed at once.
+      verify: ``"rejection"`` accepts most and keeps the law of the text; ``"coupled"`` keeps the text of each seed.
+      adaptive: propose fewer tokens, or none, while few are accepted.
+    """
+
+    draft: str | None = None
+    num_draft_tokens: int = 4
+    verify: str = "rejection"
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.draft != "", "draft: expected ngram, layer_skip, weights or null, got an empty text")
+        check_count("num_draft_tokens", self.num_draft_tokens, 1, f" and at most {MOST_DRAFT_TOKENS}")
+        check(
+            self.num_draft_tokens <= MOST_DRAFT_TOKENS,
+            f"num_draft_tokens: expected a count from 1 to {MOST_DRAFT_TOKENS}, got {self.num_draft_tokens}",
+        )
+        check(self.verify in VERIFY_RULES, f"verify: expected one of {', '.join(VERIFY_RULES)}, got {self.verify!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Says how many devices lie along each mesh axis; ``data`` splits rows, ``model`` splits heads and widths."""
 
@@ -267,7 +296,7 @@ class RunConfig:
       weights: a hub id, or the path of a folder or file; ``None`` when the config names none.
       no_weights: why there are none, in half a sentence; only beside ``weights: null``.
       architecture: shapes for planning. Beside weights it is a promise: weights of another shape are refused.
-      sampling, cache, mesh: see their classes.
+      sampling, speculative, cache, mesh: see their classes.
       max_new_tokens: the most tokens that a run writes.
       prompt: used when the caller gives none.
     """
@@ -278,6 +307,7 @@ class RunConfig:
     no_weights: str | None = None
     architecture: ModelConfig | None = None
     sampling: SamplingConfig = SamplingConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     cache: CacheConfig = CacheConfig()
     mesh: MeshConfig = MeshConfig()
     max_new_tokens: int = 64

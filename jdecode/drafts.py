@@ -1,6 +1,6 @@
 """From what a caller names as a draft to a ``Speculation`` that fits the target."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 
@@ -8,25 +8,34 @@ from jdecode import config as config_lib
 from jdecode import request as request_lib
 from jdecode.parallel import device_memory
 from jdecode.speculative import draft as draft_lib
-from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, pace, speculation, verify
+from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, pace, speculation
+from jdecode.speculative import verify as verify_lib
 
 if TYPE_CHECKING:
     from jdecode import language_model
 
+DEFAULT = config_lib.SpeculativeConfig()
+
 NGRAM, LAYER_SKIP = "ngram", "layer_skip"
 """Drafts without weights of their own, by name."""
 
-MOST_DRAFT_TOKENS = 64
-"""The longest block: each place holds a copy of the sampling state and a row of logits."""
+
+class Options(TypedDict, total=False):
+    """The options of speculative decoding; see ``LanguageModel.stream``."""
+
+    draft: Any
+    num_draft_tokens: int
+    verify: str
+    adaptive_draft: bool
 
 
 def make_speculation(
     target: "language_model.LanguageModel",
-    draft: Any,
     *,
-    num_draft_tokens: int,
-    verify_name: str,
-    is_adaptive: bool,
+    draft: Any = None,
+    num_draft_tokens: int = DEFAULT.num_draft_tokens,
+    verify: str = DEFAULT.verify,
+    adaptive_draft: bool = DEFAULT.adaptive,
     cache: config_lib.CacheConfig,
     num_rows: int,
     capacity: int,
@@ -36,17 +45,19 @@ def make_speculation(
     Args:
       draft: ``None``, ``"ngram"``, ``"layer_skip"``, a ``LanguageModel``, or a draft of ``jdecode.speculative``.
       num_draft_tokens: the most proposals of a round.
-      verify_name: of ``verify.RULES``.
-      is_adaptive: whether fewer are proposed while few are accepted.
+      verify: a name of ``verify.RULES``.
+      adaptive_draft: whether fewer are proposed while few are accepted.
       cache: layout and dtype, of the draft's cache too.
       num_rows, capacity: of the request, for the size of the draft's cache.
 
     Raises:
       ValueError, TypeError: something that cannot be honoured, one line.
     """
-    num_draft_tokens = request_lib.count("num_draft_tokens", num_draft_tokens, least=1, most=MOST_DRAFT_TOKENS)
-    if verify_name not in verify.RULES:
-        raise ValueError(f"verify: expected one of {', '.join(verify.RULES)}, got {verify_name!r}")
+    num_draft_tokens = request_lib.count(
+        "num_draft_tokens", num_draft_tokens, least=1, most=config_lib.MOST_DRAFT_TOKENS
+    )
+    if verify not in verify_lib.RULES:
+        raise ValueError(f"verify: expected one of {', '.join(verify_lib.RULES)}, got {verify!r}")
     if draft is None:
         return None
     chosen, params = _chosen(target, draft, speculation.with_slack(cache, num_draft_tokens))
@@ -57,8 +68,8 @@ def make_speculation(
         draft=chosen,
         draft_params=params,
         num_draft_tokens=num_draft_tokens,
-        verify=verify.RULES[verify_name],
-        costs=_costs(target, chosen, params, num_draft_tokens) if is_adaptive else None,
+        verify=verify_lib.RULES[verify],
+        costs=_costs(target, chosen, params, num_draft_tokens) if adaptive_draft else None,
     )
 
 

@@ -72,6 +72,7 @@ def build_parser() -> command_line.ArgumentParser:
         help="end at this token; may be given several times",
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
+    command_line.add_speculation_arguments(parser)
     _add_output_arguments(parser)
     return parser
 
@@ -89,18 +90,9 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="print one JSON object (a list for several samples)")
     group.add_argument("--no-stream", action="store_true", help="print at the end, on a terminal too")
-    group = parser.add_argument_group("speculative decoding (not in this version)")
-    group.add_argument("--draft", metavar="NAME_OR_PATH", default="none", help="only none")
-    group.add_argument("--num-draft-tokens", metavar="G", type=command_line.whole_number(1), help="needs a draft")
-    group.add_argument("--verify", choices=("rejection", "coupled"), help="needs a draft")
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    if arguments.draft != "none":
-        raise ValueError(f"--draft {arguments.draft}: not in this version; expected none, or leave it out")
-    for flag, value in (("--num-draft-tokens", arguments.num_draft_tokens), ("--verify", arguments.verify)):
-        if value is not None:
-            raise ValueError(f"{flag} {value}: acts on a draft, and there is none; leave it out")
     if arguments.logprobs is not None and not arguments.json:
         raise ValueError("--logprobs: printed with --json only; add --json, or leave it out")
 
@@ -206,6 +198,7 @@ def _main(argv: Sequence[str] | None) -> None:
     arguments = build_parser().parse_args(argv)
     _check_flags(arguments)
     chosen = command_line.settings(arguments)
+    speculative = command_line.speculative(arguments, chosen.run.speculative)
     prompt = _read_prompt(arguments, chosen.run)
     lm = command_line.load_model(chosen)
     prompt_ids = _encode(lm, prompt)
@@ -219,6 +212,7 @@ def _main(argv: Sequence[str] | None) -> None:
         "logprobs": arguments.logprobs,
         "cache": chosen.run.cache,
         "capacity": chosen.capacity,
+        **command_line.drafting(chosen, speculative),
     }
     if arguments.json:
         result = lm.generate([prompt_ids], **request)

@@ -122,9 +122,9 @@ class LanguageModel:
         capacity: int | None = None,
         lengths: Sequence[int] | np.ndarray | None = None,
         draft: Any = None,
-        num_draft_tokens: int = 4,
-        verify: str = "rejection",
-        adaptive_draft: bool = True,
+        num_draft_tokens: int = drafts.DEFAULT.num_draft_tokens,
+        verify: str = drafts.DEFAULT.verify,
+        adaptive_draft: bool = drafts.DEFAULT.adaptive,
         steps_per_look: int = generation.STREAM_STEPS,
     ) -> generation.TextStream:
         """Continues prompts, and yields text as it comes.
@@ -166,10 +166,10 @@ class LanguageModel:
         slots = self._slots(max(len(prompt) for prompt in ids), max_new_tokens, capacity)
         speculation = drafts.make_speculation(
             self,
-            draft,
+            draft=draft,
             num_draft_tokens=num_draft_tokens,
-            verify_name=verify,
-            is_adaptive=adaptive_draft,
+            verify=verify,
+            adaptive_draft=adaptive_draft,
             cache=cache,
             num_rows=len(ids) * num_samples,
             capacity=slots,
@@ -225,6 +225,7 @@ class LanguageModel:
         sampling: config_lib.SamplingConfig = config_lib.SamplingConfig(),
         cache: config_lib.CacheConfig = config_lib.CacheConfig(),
         capacity: int | None = None,
+        **drafting: Unpack[drafts.Options],
     ) -> chat_session.ChatSession:
         """Starts a conversation that keeps its cache between turns.
 
@@ -233,8 +234,12 @@ class LanguageModel:
           sampling: of every reply.
           cache: layout and dtype of the cache.
           capacity: the longest conversation, in tokens; ``None`` for the least of the trained length and 4,096.
+          drafting: ``draft``, ``num_draft_tokens``, ``verify`` and ``adaptive_draft`` of ``stream``. The draft reads
+            the whole conversation anew each turn.
         """
-        return chat_session.ChatSession(self, system=system, sampling=sampling, cache=cache, capacity=capacity)
+        return chat_session.ChatSession(
+            self, system=system, sampling=sampling, cache=cache, capacity=capacity, **drafting
+        )
 
     def _prompt_ids(self, prompts: request_lib.Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
         return request_lib.prompt_rows(prompts, lengths, encode=self.encode, vocab_size=self.config.vocab_size)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdecode import config, sampling
-from jdecode.decode import loop, prefill, state, step, stopping
+from jdecode.decode import emission, loop, prefill, state, step, stopping
 from tests import tiny_model
 
 CHAIN = sampling.standard_chain()
@@ -58,13 +58,13 @@ def test_steps_are_counted_and_rows_have_their_own_ends():
     assert now.num_new_B.tolist() == [1, 1, 1] and now.token_B.tolist() == [40, 41, 42]
     # The latest token is not in the cache: its length is the position of that token.
     assert now.cache.length_B.tolist() == [2, 9, 5]
-    now = loop.run(lm.model, REPEAT, lm.params, now, 2)
+    now = loop.run(step.PlainStep(lm.model, REPEAT), lm.params, now, 2)
     assert now.num_new_B.tolist() == [2, 3, 3]
     assert now.status_B.tolist() == [state.STOPPED, state.RUNNING, state.RUNNING]
     assert now.cache.length_B.tolist() == [3, 11, 7]
-    now = loop.run(lm.model, REPEAT, lm.params, now, 0)
+    now = loop.run(step.PlainStep(lm.model, REPEAT), lm.params, now, 0)
     assert now.num_new_B.tolist() == [2, 3, 3]
-    now = loop.run(lm.model, REPEAT, lm.params, now)
+    now = loop.run(step.PlainStep(lm.model, REPEAT), lm.params, now)
     assert now.num_new_B.tolist() == [2, 9, 4]
     assert now.status_B.tolist() == [state.STOPPED, state.FULL, state.FULL]
     assert now.cache.length_B.tolist() == [2 + 1, 9 + 8, 5 + 3]
@@ -73,7 +73,7 @@ def test_steps_are_counted_and_rows_have_their_own_ends():
     np.testing.assert_array_equal(now.tokens_BM, tokens_BM)
     # Once all have ended, nothing runs.
     before = to_numpy(now)
-    after = loop.run(lm.model, REPEAT, lm.params, now)
+    after = loop.run(step.PlainStep(lm.model, REPEAT), lm.params, now)
     jax.tree.map(np.testing.assert_array_equal, to_numpy(after), before)
 
 
@@ -81,10 +81,10 @@ def test_steps_are_counted_and_rows_have_their_own_ends():
 def test_rows_that_have_ended_do_not_change(num_top):
     lm = tiny_model.load_text()
     now = begin(lm, SCRIPTS, chain=REPEAT, max_new=(3, 9, 9), num_top=num_top, repetition_penalty=1.1)
-    now = loop.run(lm.model, REPEAT, lm.params, now, 3)
+    now = loop.run(step.PlainStep(lm.model, REPEAT), lm.params, now, 3)
     assert now.status_B.tolist() == [state.FULL, state.RUNNING, state.RUNNING]
     before = to_numpy(now)
-    after = to_numpy(loop.run(lm.model, REPEAT, lm.params, now, 4))
+    after = to_numpy(loop.run(step.PlainStep(lm.model, REPEAT), lm.params, now, 4))
     # Every leaf has the rows first. The row that has ended is bit for bit what it was; a running one moved.
     leaves, _ = jax.tree.flatten(before)
     assert all(leaf.shape[0] == 3 for leaf in leaves)
@@ -98,7 +98,7 @@ def test_finish_ends_running_rows_only():
     now = begin(lm, SCRIPTS, chain=REPEAT, max_new=(1, 9, 9))
     now = state.finish(now, np.array([True, True, False]))
     assert now.status_B.tolist() == [state.FULL, state.STOPPED, state.RUNNING]
-    now = loop.run(lm.model, REPEAT, lm.params, now)
+    now = loop.run(step.PlainStep(lm.model, REPEAT), lm.params, now)
     assert now.num_new_B.tolist() == [1, 1, 9]
 
 
@@ -112,7 +112,7 @@ def test_logits_that_are_not_finite_end_their_row_alone(bad):
         logits_BV[1, 7] = bad  # one of them is enough: an argmax would not notice
     else:
         logits_BV[1] = bad
-    after = to_numpy(step.emit(CHAIN, now, jnp.asarray(logits_BV)))
+    after = to_numpy(emission.emit(CHAIN, now, jnp.asarray(logits_BV)))
     assert after.status_B.tolist() == [state.RUNNING, state.INVALID, state.RUNNING]
     assert after.num_new_B.tolist() == [2, 1, 2]
     np.testing.assert_array_equal(after.tokens_BM[1], before.tokens_BM[1])
@@ -127,7 +127,7 @@ def test_stop_token_wins_over_the_length_and_broken_logits_over_both():
     logits_BV[:, 77] = 5.0
     logits_BV[1, 77] = np.nan
     logits_BV[2, 99] = 6.0
-    after = step.emit(CHAIN, now, jnp.asarray(logits_BV))
+    after = emission.emit(CHAIN, now, jnp.asarray(logits_BV))
     assert after.status_B.tolist() == [state.STOPPED, state.INVALID, state.FULL]
     assert after.tokens_BM[:, 1].tolist() == [77, 0, 99]
 
@@ -145,16 +145,16 @@ def test_state_is_donated_and_nothing_in_it_aliases():
     assert len({id(leaf) for leaf in jax.tree.leaves(own)}) == len(jax.tree.leaves(own))
     old = jax.tree.leaves(now.cache)
     places = pointers(now.cache)
-    after = loop.run(lm.model, CHAIN, lm.params, now, 2)
+    after = loop.run(step.PlainStep(lm.model, CHAIN), lm.params, now, 2)
     assert all(leaf.is_deleted() for leaf in old)
     assert len(set(pointers(after))) == len(pointers(after))
     # In place: keys and values lie where they lay.
     assert pointers(after.cache.stores) == places[: len(pointers(after.cache.stores))]
     with pytest.raises((RuntimeError, ValueError), match=r"[Dd]eleted|donated"):
-        loop.run(lm.model, CHAIN, lm.params, now, 1)
+        loop.run(step.PlainStep(lm.model, CHAIN), lm.params, now, 1)
     # The parameters are nobody's to give away, and the state after it is as good as ever.
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(lm.params))
-    assert loop.run(lm.model, CHAIN, lm.params, after).num_new_B.tolist() == [9, 9, 9]
+    assert loop.run(step.PlainStep(lm.model, CHAIN), lm.params, after).num_new_B.tolist() == [9, 9, 9]
 
 
 def test_unaliased_copies_what_stands_twice():
@@ -189,7 +189,7 @@ def lowered_loop(lm, capacity: int):
             output_len=64,
         )
 
-    return loop._run.lower(lm.model, CHAIN, lm.params, jax.eval_shape(first_state), jnp.int32(4))
+    return loop._run.lower(step.PlainStep(lm.model, CHAIN), lm.params, jax.eval_shape(first_state), jnp.int32(4))
 
 
 def test_the_loop_holds_the_cache_once_and_never_asks_the_host():
