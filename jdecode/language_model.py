@@ -19,7 +19,7 @@ from jdecode import sampling as sampling_lib
 from jdecode.attention import select
 from jdecode.cache import allocate, kv_cache
 from jdecode.decode import loop, prefill
-from jdecode.models import parameter_axes, transformer
+from jdecode.models import panels, parameter_axes, transformer
 from jdecode.parallel import device_memory, rules
 from jdecode.parallel import mesh as mesh_lib
 from jdecode.speculative import speculation as speculation_lib
@@ -29,6 +29,8 @@ from jdecode.weights import load as load_lib
 
 LEAST_CAPACITY = 256
 """Slots a row in the smallest cache that is allocated unasked."""
+
+WEIGHT_LAYOUTS = ("auto", "rows")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -296,7 +298,12 @@ def capacity_for(num_tokens: int) -> int:
 
 
 def load(
-    source: str | pathlib.Path, *, dtype: str = "auto", mesh: config_lib.MeshConfig | None = None, backend: str = "auto"
+    source: str | pathlib.Path,
+    *,
+    dtype: str = "auto",
+    mesh: config_lib.MeshConfig | None = None,
+    backend: str = "auto",
+    weight_layout: str = "auto",
 ) -> LanguageModel:
     """Loads a language model.
 
@@ -307,6 +314,8 @@ def load(
         CPU and bfloat16 elsewhere.
       mesh: devices to spread the model over; ``None`` for the default one.
       backend: of attention, see ``attention.select``.
+      weight_layout: ``"rows"`` holds every weight (out, in), as ``models.parameter_shapes`` lists them; ``"auto"`` does
+        so too, but for float32 on a CPU it brings them into ``models.panels``, which are faster.
 
     Raises:
       ValueError: the source, or an argument, cannot be honoured; one line.
@@ -315,6 +324,8 @@ def load(
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     select.backend(backend)  # a name that is not known is refused before gigabytes are read
+    if weight_layout not in WEIGHT_LAYOUTS:
+        raise ValueError(f"weight_layout: expected one of {', '.join(WEIGHT_LAYOUTS)}, got {weight_layout!r}")
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if mesh is not None and not isinstance(mesh, config_lib.MeshConfig):
@@ -323,6 +334,8 @@ def load(
         raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
     placement = None if device_mesh is None else functools.partial(_mesh_placement, device_mesh)
+    if device_mesh is None and weight_layout == "auto" and dtype == "float32" and jax.default_backend() == "cpu":
+        placement = _panel_placement
     loaded = load_lib.load_weights(source, dtype=dtype, placement=placement)
     return LanguageModel(
         config=loaded.config,
@@ -339,5 +352,15 @@ def _mesh_placement(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> 
 
     def put(path: str, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, rules.sharding(mesh, axes[path], array.shape))
+
+    return put
+
+
+def _panel_placement(config: config_lib.ModelConfig) -> load_lib.Put:
+    del config
+
+    def put(path: str, array: np.ndarray) -> jax.Array | panels.Panels:
+        packed = panels.pack(path, array)
+        return jax.device_put(array) if packed is None else packed
 
     return put

@@ -147,7 +147,7 @@ def _load(config: train_config.TrainConfig, source: str | None) -> "language_mod
 
     if source is None:
         return None
-    lm = language_model.load(source, dtype="float32")
+    lm = language_model.load(source, dtype="float32", weight_layout="rows")
     if lm.tokenizer is None:
         raise ValueError(f"{source}: expected weights that come with a tokenizer, got none")
     task_lib.check_tokenizer(config, lm.tokenizer)

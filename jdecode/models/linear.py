@@ -8,8 +8,21 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jdecode.models import panels
+
 INITIALIZER_RANGE = 0.02
 """Standard deviation of fresh weights, for training from scratch."""
+
+
+def weight(
+    module: nn.Module, initializer: Callable[..., jax.Array], shape: Sequence[int], axes: Sequence[str]
+) -> jax.Array | panels.Panels:
+    """Declares the parameter ``weight`` of ``module``, which may have been given in panels."""
+    if module.has_variable("params", "weight"):
+        given = module.get_variable("params", "weight")
+        if isinstance(given, panels.Panels):
+            return given
+    return parameter(module, "weight", initializer, shape, axes)
 
 
 def parameter(
@@ -20,7 +33,9 @@ def parameter(
     return cast(jax.Array, value)  # flax unboxes it
 
 
-def product(x: jax.Array, weight: jax.Array, num_in_axes: int, dtype: str, out_dtype: str | None = None) -> jax.Array:
+def product(
+    x: jax.Array, weight: jax.Array | panels.Panels, num_in_axes: int, dtype: str, out_dtype: str | None = None
+) -> jax.Array:
     """Contracts the last axes of ``x`` with the last axes of ``weight``.
 
     Both are folded to matrices first: with several free or contracted axes XLA's CPU backend copies the weight into
@@ -28,7 +43,7 @@ def product(x: jax.Array, weight: jax.Array, num_in_axes: int, dtype: str, out_d
 
     Args:
       x: (..., in axes).
-      weight: (out axes, in axes).
+      weight: (out axes, in axes), as an array or in panels.
       num_in_axes: how many axes are contracted. Static.
       dtype: of the operands.
       out_dtype: of the result; ``None`` for ``dtype``.
@@ -38,6 +53,9 @@ def product(x: jax.Array, weight: jax.Array, num_in_axes: int, dtype: str, out_d
     """
     out_shape, in_len = weight.shape[:-num_in_axes], math.prod(weight.shape[-num_in_axes:])
     batch_shape = x.shape[:-num_in_axes]
+    if isinstance(weight, panels.Panels):
+        y = weight.product(x.reshape(-1, in_len), dtype, out_dtype or dtype)
+        return y.reshape(*batch_shape, *out_shape)
     y = jax.lax.dot_general(
         x.astype(dtype).reshape(-1, in_len),
         weight.astype(dtype).reshape(-1, in_len),
@@ -70,8 +88,8 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (..., in axes) to (..., out axes)."""
         shape = (*self.out_shape, *self.in_shape)
-        weight = parameter(self, "weight", nn.initializers.normal(INITIALIZER_RANGE), shape, self.axes)
-        y = product(x, weight, len(self.in_shape), self.dtype)
+        own = weight(self, nn.initializers.normal(INITIALIZER_RANGE), shape, self.axes)
+        y = product(x, own, len(self.in_shape), self.dtype)
         if self.has_bias:
             bias_axes = self.axes[: len(self.out_shape)]
             bias = parameter(self, "bias", nn.initializers.zeros, self.out_shape, bias_axes)

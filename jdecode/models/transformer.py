@@ -22,7 +22,7 @@ from flax import linen as nn
 from jdecode import config as config_lib
 from jdecode.attention import visibility
 from jdecode.cache import kv_cache
-from jdecode.models import attention, feed_forward, linear, norms
+from jdecode.models import attention, feed_forward, linear, norms, panels
 
 
 class TransformerBlock(nn.Module):
@@ -60,7 +60,10 @@ class Embedding(nn.Module):
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """Looks tokens up: (B, T) int32 to (B, T, D)."""
-        x_BTD = jnp.take(self.weight, tokens_BT, axis=0, mode="clip").astype(self.dtype)
+        if isinstance(self.weight, panels.Panels):
+            x_BTD = self.weight.take(tokens_BT).astype(self.dtype)
+        else:
+            x_BTD = jnp.take(self.weight, tokens_BT, axis=0, mode="clip").astype(self.dtype)
         # The scale is rounded to the compute dtype first, as the published Gemma does.
         return x_BTD * jnp.asarray(self.config.embedding_scale, self.dtype)
 
@@ -82,12 +85,12 @@ class Head(nn.Module):
         return _scores(x_BTD, weight_VD, self.dtype)
 
 
-def _vocabulary_matrix(module: nn.Module, config: config_lib.ModelConfig) -> jax.Array:
+def _vocabulary_matrix(module: nn.Module, config: config_lib.ModelConfig) -> jax.Array | panels.Panels:
     shape, init = (config.vocab_size, config.hidden_size), nn.initializers.normal(linear.INITIALIZER_RANGE)
-    return linear.parameter(module, "weight", init, shape, ("vocab", "embed"))
+    return linear.weight(module, init, shape, ("vocab", "embed"))
 
 
-def _scores(x_BTD: jax.Array, weight_VD: jax.Array, dtype: str) -> jax.Array:
+def _scores(x_BTD: jax.Array, weight_VD: jax.Array | panels.Panels, dtype: str) -> jax.Array:
     return linear.product(x_BTD, weight_VD, 1, dtype, out_dtype="float32")
 
 

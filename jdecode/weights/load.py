@@ -11,7 +11,7 @@ import numpy as np
 import tqdm
 
 from jdecode import config
-from jdecode.models import parameter_shapes
+from jdecode.models import panels, parameter_shapes
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.weights import checkpoint as checkpoint_lib
 from jdecode.weights import parameter_tree, stored_tensor
@@ -19,7 +19,7 @@ from jdecode.weights import parameter_tree, stored_tensor
 # Parameters whose rows the rope rotates.
 _ROPE_PATHS = ("query/weight", "query/bias", "key/weight", "key/bias")
 
-Put = Callable[[str, np.ndarray], jax.Array]
+Put = Callable[[str, np.ndarray], jax.Array | panels.Panels]
 Placement = Callable[[config.ModelConfig], Put]
 
 
@@ -113,7 +113,7 @@ def _put_default(path: str, array: np.ndarray) -> jax.Array:
 
 def _load_params(opened: checkpoint_lib.Checkpoint, dtype: np.dtype, put: Put) -> dict[str, Any]:
     shapes = parameter_shapes.parameter_shapes(opened.config)
-    loaded: dict[str, jax.Array] = {}
+    loaded: dict[str, jax.Array | panels.Panels] = {}
     total = sum(tensor.num_bytes for tensor in opened.parameters.values())
     # The largest first: where a device array is a copy, the second copy of the embedding then exists while little
     # else is held.
