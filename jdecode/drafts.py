@@ -119,12 +119,13 @@ def _costs(
     target: "language_model.LanguageModel", draft: draft_lib.Draft, params: Any, num_draft_tokens: int
 ) -> pace.Costs:
     """Says what a round takes, in plain steps, from sizes alone: a clock would make texts depend on the machine."""
-    share = 0.0
+    share, drawing = 0.0, 0.0
     if isinstance(draft, draft_layer_skip.LayerSkipDraft):
-        share = draft.model.config.num_layers / target.config.num_layers
+        share, drawing = draft.model.config.num_layers / target.config.num_layers, pace.DRAWING_COST
     elif isinstance(draft, draft_model.ModelDraft):
         share = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / target.weight_bytes
-    return pace.Costs(draft=share, block=pace.block_cost(_platform(target), num_draft_tokens))
+        drawing = pace.DRAWING_COST
+    return pace.Costs(draft=share + drawing, block=pace.block_cost(_platform(target), num_draft_tokens))
 
 
 def _platform(target: "language_model.LanguageModel") -> str:

@@ -27,8 +27,12 @@ LEAST_PAUSE, MOST_PAUSE = 8, 128
 """Plain rounds after a first verdict against speculation, and after many."""
 
 
-BLOCK_COSTS, PLACE_COSTS = {"cpu": 1.4}, {"cpu": 0.06}
+BLOCK_COSTS, PLACE_COSTS = {"cpu": 1.05}, {"cpu": 0.12}
 """By platform: of a block of several places, and of each proposal in it, in plain steps."""
+
+
+DRAWING_COST = 0.03
+"""Of one proposal beside its model: transforms, draw, and what a small model does besides reading weights."""
 
 
 @dataclasses.dataclass(frozen=True)
