@@ -15,6 +15,7 @@ G + 1 places, and one of a single place for rounds in which no row proposes anyt
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -98,12 +99,9 @@ class SpeculativeRound:
             decode=dataclasses.replace(state.decode, cache=cache),
             drafting=dataclasses.replace(state.drafting, memory=memory),
         )
-        return jax.lax.cond(
-            jnp.any(proposals.num_B > 0),
-            lambda state: self._verify(params, state, proposals),
-            lambda state: self._verify(params, state, _cut(proposals, 0)),
-            proposed,
-        )
+        is_block = jnp.any(proposals.num_B > 0)
+        state = _once(is_block, lambda state: self._verify(params, state, proposals), proposed)
+        return _once(~is_block, lambda state: self._verify(params, state, _cut(proposals, 0)), state)
 
     def _task(self) -> draft_lib.Task:
         return draft_lib.Task(
@@ -175,6 +173,14 @@ class SpeculativeRound:
             pace = pace_lib.update(pace, self.costs, self.num_draft_tokens, accepted_B, tested_B)
         memory = self.draft.settle(drafting.memory, state.decode, after)
         return SpeculativeState(decode=after, drafting=Drafting(memory=memory, pace=pace, counts=counts))
+
+
+def _once(
+    is_wanted: jax.Array, advance: Callable[[SpeculativeState], SpeculativeState], state: SpeculativeState
+) -> SpeculativeState:
+    """Applies ``advance`` if ``is_wanted``: as a loop of one turn, for a conditional would copy the caches."""
+    carry = (is_wanted, state)
+    return jax.lax.while_loop(lambda carry: carry[0], lambda carry: (jnp.bool_(False), advance(carry[1])), carry)[1]
 
 
 def _cut(proposals: proposals_lib.Proposals, most: int) -> proposals_lib.Proposals:
