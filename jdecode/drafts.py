@@ -43,7 +43,7 @@ def make_speculation(
     """Checks a draft against its target.
 
     Args:
-      draft: ``None``, ``"ngram"``, ``"layer_skip"``, a ``LanguageModel``, or a draft of ``jdecode.speculative``.
+      draft: ``None``, ``"ngram"``, ``"layer_skip"``, a ``LanguageModel``, or a ``speculative.Draft`` without parameters.
       num_draft_tokens: the most proposals of a round.
       verify: a name of ``verify.RULES``.
       adaptive_draft: whether fewer are proposed while few are accepted.
@@ -88,7 +88,7 @@ def _chosen(
         if draft.mesh != target.mesh:
             raise ValueError("draft: expected a model on the target's devices, got another mesh; load both with one")
         return draft_model.ModelDraft(draft.model, cache, draft.mesh), draft.params
-    if isinstance(draft, draft_ngram.NgramDraft | draft_layer_skip.LayerSkipDraft):
+    if isinstance(draft, draft_lib.Draft) and not isinstance(draft, type | draft_model.ModelDraft):
         return draft, ()
     raise TypeError(
         f"draft: expected None, {NGRAM!r}, {LAYER_SKIP!r} or a loaded language model, got {draft!r:.80}; "

@@ -146,7 +146,7 @@ class LanguageModel:
           lengths: how many ids of each row are real, for an array of prompts.
           draft: what proposes tokens (speculative decoding): a smaller ``LanguageModel`` with the same tokens,
             ``"ngram"`` (what followed the latest tokens before), ``"layer_skip"`` (this model's first layers), or a
-            draft of ``jdecode.speculative`` with options of its own; ``None`` for plain decoding.
+            ``speculative.Draft`` of one's own or with options; ``None`` for plain decoding.
           num_draft_tokens: the most tokens that are proposed at once.
           verify: ``"rejection"`` accepts most and keeps the law of the text; ``"coupled"`` keeps the text itself: that
             of plain decoding with the same seed. Greedy texts are those of plain decoding under both.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -40,6 +40,7 @@ class Params:
     draft: Any
 
 
+@runtime_checkable
 class Draft(Protocol):
     """Proposes tokens to follow each row's latest one. Static: hashable, without arrays.
 

@@ -1,0 +1,103 @@
+"""With a draft the text is what it is without: greedy under both rules, and drawn under ``coupled``."""
+
+import numpy as np
+import pytest
+
+from jdecode import config
+from tests import tiny_model
+from tests.speculative import drafts_under_test
+
+# name: capacity and layout. mistral_w16 has rings of 16 slots and the slack: texts of 90 tokens go round five times.
+MODELS = ("llama_gqa", "mistral_w16", "gemma3_text")
+NUM_NEW = 60
+SAMPLED = config.SamplingConfig(temperature=0.8, top_p=0.95)
+PENALISED = config.SamplingConfig(
+    temperature=0.8,
+    top_p=0.95,
+    repetition_penalty=1.2,
+    presence_penalty=0.2,
+    frequency_penalty=0.1,
+    no_repeat_ngram_size=3,
+    min_new_tokens=5,
+)
+
+
+def ragged(lm, num_rows: int) -> list[list[int]]:
+    """Returns prompts of different lengths, with repeats that prompt lookup finds."""
+    random = np.random.default_rng(4)
+    rows = []
+    for row in range(num_rows):
+        phrase = random.integers(3, lm.config.vocab_size, 4 + row).tolist()
+        rows.append([*phrase, *random.integers(3, lm.config.vocab_size, 1 + 5 * row).tolist(), *phrase[:3]])
+    return rows
+
+
+def check_equal(lm, prompts, draft, num_draft_tokens, **options):
+    plain = lm.generate(prompts, max_new_tokens=NUM_NEW, logprobs=2, **options)
+    for adaptive in (False, True):
+        result = lm.generate(
+            prompts,
+            max_new_tokens=NUM_NEW,
+            logprobs=2,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
+            adaptive_draft=adaptive,
+            **options,
+        )
+        assert tiny_model.rows(result) == tiny_model.rows(plain)
+        assert result.finish_reasons == plain.finish_reasons
+        # Blocks of other widths sum in another order: float32, logits of about 10, 8 layers at most.
+        np.testing.assert_allclose(result.logprobs, plain.logprobs, atol=2e-4)
+        assert [[top[0][0] for top in row] for row in result.top_logprobs] == [
+            [top[0][0] for top in row] for row in plain.top_logprobs
+        ]
+        assert result.stats["drafted"] >= result.stats["accepted"] >= 0
+    return result
+
+
+@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_plain_greedy(name, kind):
+    lm = tiny_model.load(name)
+    for num_draft_tokens in (3,):
+        check_equal(lm, ragged(lm, 4), drafts_under_test.make(kind, lm), num_draft_tokens, verify="rejection")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_draft_tokens", range(1, 9))
+@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+def test_greedy_is_plain_greedy_for_every_block_length(kind, num_draft_tokens):
+    for name in ("llama_gqa", "mistral_w16"):
+        lm = tiny_model.load(name)
+        check_equal(lm, ragged(lm, 4), drafts_under_test.make(kind, lm), num_draft_tokens)
+
+
+@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+def test_coupled_writes_the_text_of_every_seed(kind):
+    # The seeds are rows: 25 with the filters alone and 25 with penalties, each with its own prompt.
+    lm = tiny_model.load("mistral_w16")
+    sampling = [
+        config.SamplingConfig(**{**vars(SAMPLED if seed < 25 else PENALISED), "seed": 100 + seed}) for seed in range(50)
+    ]
+    prompts = ragged(lm, 5) * 10
+    result = check_equal(lm, prompts, drafts_under_test.make(kind, lm), 4, sampling=sampling, verify="coupled")
+    # The test means something only where texts differ and proposals are accepted and refused.
+    assert len({tuple(row) for row in tiny_model.rows(result)}) == 50
+    if kind == "model":
+        assert 0.02 < result.stats["acceptance_rate"] < 0.98
+
+
+def test_rejection_draws_other_texts_of_the_same_seed_alike_in_any_batch():
+    lm = tiny_model.load("llama_gqa")
+    draft = drafts_under_test.noisy(lm)
+    prompts = ragged(lm, 3)
+    sampling = [config.SamplingConfig(temperature=0.8, seed=seed) for seed in (5, 6, 7)]
+    options = {"max_new_tokens": 30, "draft": draft, "num_draft_tokens": 3, "ignore_eos": True}
+    together = tiny_model.rows(lm.generate(prompts, sampling=sampling, **options))
+    alone = [
+        tiny_model.rows(lm.generate([prompt], sampling=[own], **options))[0]
+        for prompt, own in zip(prompts, sampling, strict=True)
+    ]
+    assert together == alone
+    again = tiny_model.rows(lm.generate(prompts[::-1], sampling=sampling[::-1], **options))
+    assert again == together[::-1]

@@ -1,0 +1,143 @@
+"""The round: one call of the target, caches that hold what the text says, nothing copied, nothing asked of the host."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdecode import config
+from jdecode.decode import loop
+from jdecode.models import transformer
+from jdecode.speculative import draft_layer_skip, draft_ngram, speculation, verify
+from tests import tiny_model
+from tests.speculative import drafts_under_test, rounds
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], [31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42]]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5])
+def test_a_draft_that_is_the_target_is_always_accepted(num_draft_tokens, rule):
+    lm = tiny_model.load("mistral_w16")
+    most = (3, 0, 0, num_draft_tokens)  # also after rounds without proposals
+    own = rounds.with_model(lm, num_draft_tokens, rule=rule, most=most)
+    state = rounds.begin(lm, PROMPTS, own, max_new=200, temperature=0.9)
+    for _ in range(50):
+        state = rounds.run(lm, own, state, 1)
+    counts = jax.tree.map(np.asarray, state.drafting.counts)
+    assert counts.target_calls == 50
+    assert counts.rounds_B.tolist() == [50, 50, 50]
+    asked = sum(min(num_draft_tokens, most[turn % 4]) for turn in range(50))
+    assert counts.drafted_B.tolist() == [asked] * 3
+    assert counts.accepted_BG.sum(axis=1).tolist() == [asked] * 3
+    assert state.decode.num_new_B.tolist() == [1 + 50 + asked] * 3
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_w16"])
+def test_after_every_accept_count_both_caches_hold_the_text(name):
+    lm = tiny_model.load(name)
+    draft, G = drafts_under_test.noisy(lm, 0.25), 3
+    own = rounds.with_model(draft, G, most=(3, 3, 0, 3, 2))
+    state = rounds.begin(lm, PROMPTS, own, max_new=60)
+    seen = set()
+    for turn in range(24):
+        before_B = np.asarray(state.decode.num_new_B)
+        state = rounds.run(lm, own, state, 1)
+        seen |= set((np.asarray(state.decode.num_new_B) - before_B - 1).tolist())
+        memory = state.drafting.memory["own"]
+        for row, prompt in enumerate(PROMPTS):
+            text = rounds.text(state, prompt, row)
+            assert int(state.decode.cache.length_B[row]) == len(text) - 1
+            # The draft has not read the latest token, nor, where all was accepted or it paused, those before it.
+            assert int(memory.length_B[row]) <= len(text) - 1
+            if turn % 5 == 0:
+                check_cache(lm, state.decode.cache, row, text)
+                check_cache(draft, memory, row, text)
+    assert seen == {0, 1, 2, 3}
+
+
+def check_cache(lm, cache, row: int, text: list[int]) -> None:
+    """Compares what a cache holds with what reading the text gives."""
+    length = int(cache.length_B[row])
+    fresh = rounds.fresh_cache(lm, text[:length], slack=3)
+    for layer, config_of_layer in enumerate(lm.config.layers):
+        held, expected = rounds.keys_held(cache, row, layer), rounds.keys_held(fresh, 0, layer)
+        window = config_of_layer.window or length
+        for position in range(max(0, length - window + 1), length):
+            np.testing.assert_allclose(held[position], expected[position], atol=1e-4)
+
+
+def test_a_round_of_five_with_four_accepted_is_one_call_over_six_places(monkeypatch):
+    lm = tiny_model.load_text()
+    widths = []
+    apply = transformer.Transformer.__call__
+
+    @chex.assert_max_traces(n=4)
+    def traced(tokens_BT):
+        widths.append(tokens_BT.shape[1])
+
+    def counted(self, tokens_BT, *arguments, **options):
+        traced(tokens_BT)
+        return apply(self, tokens_BT, *arguments, **options)
+
+    monkeypatch.setattr(transformer.Transformer, "__call__", counted)
+    script = list(range(40, 61))
+    result = lm.generate(
+        [script],
+        max_new_tokens=1 + 3 * 5,
+        transforms=[tiny_model.RepeatPrompt()],
+        draft=drafts_under_test.ScriptedDraft((4,)),
+        num_draft_tokens=5,
+        adaptive_draft=False,
+    )
+    assert tiny_model.rows(result) == [script[:16]]
+    # Three rounds of five tokens each, the last of which has room for four proposals only.
+    assert result.stats["target_calls"] == 3
+    assert result.stats["target_places"] == 3 * 6
+    assert result.stats["accepted"] == 4 + 4 + 4
+    # Traced: the prompt's chunk, the block of six places, and the block of one for rounds without proposals.
+    assert sorted(widths) == [1, 6, 32]
+
+
+def lowered(lm, draft, params, *, capacity: int):
+    """Lowers the whole generation of two rows. Nothing is allocated."""
+    own = speculation.Speculation(
+        draft=draft, draft_params=params, num_draft_tokens=4, verify=verify.RULES["rejection"], costs=None
+    )
+
+    def first():
+        prompts = [[5, 6, 7], [8, 9]]
+        state = rounds.begin(lm, prompts, own, max_new=20, temperature=0.7)
+        return jax.tree.map(jnp.asarray, state)
+
+    state = first()
+    assert capacity == rounds.MAX_LEN
+    return own, state, loop._run.lower(own.step(lm.model, rounds.CHAIN), own.params(lm.params), state, jnp.int32(4))
+
+
+@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+def test_the_loop_holds_the_caches_once_and_never_asks_the_host(kind, monkeypatch):
+    monkeypatch.setattr(rounds, "MAX_LEN", 4096)
+    lm = tiny_model.make(
+        vocab_size=512,
+        hidden_size=96,
+        intermediate_size=160,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        layers=(config.LayerConfig(), config.LayerConfig(), config.LayerConfig()),
+    )
+    draft, params = {
+        "model": (rounds.with_model(lm, 4).draft, lm.params),
+        "ngram": (draft_ngram.NgramDraft(), ()),
+        "layer_skip": (draft_layer_skip.LayerSkipDraft.of(lm.model), ()),
+    }[kind]
+    _, state, program = lowered(lm, draft, params, capacity=4096)
+    lines = program.as_text()
+    for word in ("outfeed", "infeed", "send", "recv", "callback", "host"):
+        assert f"stablehlo.{word}" not in lines and "xla_python" not in lines and "xla_ffi_python" not in lines
+    memory = program.compile().memory_analysis()
+    cache = rounds.leaves(state.decode.cache)
+    # A copy of the cache would be all of it; a conditional round the target's call makes one.
+    assert memory.temp_size_in_bytes < 0.3 * cache
