@@ -76,8 +76,7 @@ class LayerSkipDraft:
 
         with jax.named_scope("draft"):
             part = dataclasses.replace(whole, stores=whole.stores[:own], layout_idx=whole.layout_idx[:own])
-            logits_BV, part = feed(part, state.token_B, want_B > 0)
-            proposals, part = drawing.propose(task, feed, part, logits_BV, state, want_B)
+            proposals, part = drawing.propose(task, feed, part, state, want_B)
         # The draft's slots go back into the target's cache: were they thrown away, both caches would have to be kept
         # side by side, and a part of it be copied every round.
         cache = dataclasses.replace(

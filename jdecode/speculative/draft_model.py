@@ -16,12 +16,8 @@ from jdecode.speculative import draft as draft_lib
 from jdecode.speculative import drawing
 from jdecode.speculative import proposals as proposals_lib
 
-CATCH_UP_LEN = 16
-"""Tokens a block when a draft that was not asked for a while reads what the target wrote."""
-
-LATEST_LEN = 2
-"""The tokens that a draft has not read after a round whose every proposal was accepted: the last one, and the
-target's own."""
+CATCH_UP_LENS = (16, 1)
+"""Tokens a block when a draft reads what it missed: many after a pause, one after a round that accepted everything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +73,12 @@ class ModelDraft:
     ) -> tuple[proposals_lib.Proposals, kv_cache.KVCache, kv_cache.KVCache]:
         """Reads what the row has beyond the cache, and draws token by token."""
         with jax.named_scope("draft"):
-            logits_BV, cache = self._catch_up(params.draft, memory, state, want_B > 0)
+            cache = self._catch_up(params.draft, memory, state, want_B > 0)
 
             def feed(cache: kv_cache.KVCache, token_B: jax.Array, is_asked_B: jax.Array):
                 return self._feed(params.draft, cache, token_B[:, None], is_asked_B.astype(jnp.int32))
 
-            proposals, cache = drawing.propose(task, feed, cache, logits_BV, state, want_B)
+            proposals, cache = drawing.propose(task, feed, cache, state, want_B)
         return proposals, cache, state.cache
 
     def settle(
@@ -98,27 +94,24 @@ class ModelDraft:
         logits_B1V, after = self.model.apply(params, tokens_BT, cache, num_tokens_B=num_tokens_B, last_only=True)
         return logits_B1V[:, 0], cast(kv_cache.KVCache, after)
 
-    def _catch_up(self, params: Any, cache: kv_cache.KVCache, state: state_lib.DecodeState, is_asked_B: jax.Array):
-        """Reads, in the rows that are asked, all tokens up to the latest one; returns the logits after it."""
+    def _catch_up(
+        self, params: Any, cache: kv_cache.KVCache, state: state_lib.DecodeState, is_asked_B: jax.Array
+    ) -> kv_cache.KVCache:
+        """Reads, in the rows that are asked, all tokens before the latest one."""
         prompt_len_B = state.cache.length_B + 1 - state.num_new_B
 
         def num_missing_B(cache: kv_cache.KVCache) -> jax.Array:
-            return jnp.where(is_asked_B, state.cache.length_B + 1 - cache.length_B, 0)
+            return jnp.where(is_asked_B, state.cache.length_B - cache.length_B, 0)
 
-        def read(block_len: int, carry):
-            cache, logits_BV = carry
-            num_tokens_B = jnp.minimum(num_missing_B(cache), block_len)
+        def read(block_len: int, cache: kv_cache.KVCache) -> kv_cache.KVCache:
             place_BT = (cache.length_B - prompt_len_B)[:, None] + jnp.arange(block_len)[None, :]
             tokens_BT = jnp.take_along_axis(state.tokens_BM, place_BT, axis=1, mode="clip")
-            new_BV, cache = self._feed(params, cache, tokens_BT, num_tokens_B)
-            return cache, jnp.where(num_tokens_B[:, None] > 0, new_BV, logits_BV)
+            return self._feed(params, cache, tokens_BT, jnp.minimum(num_missing_B(cache), block_len))[1]
 
-        carry = (cache, jnp.zeros((is_asked_B.shape[0], self.model.config.vocab_size), jnp.float32))
-        for block_len, most_left in ((CATCH_UP_LEN, LATEST_LEN), (LATEST_LEN, 0)):
-            carry = jax.lax.while_loop(
-                lambda carry, most_left=most_left: jnp.max(num_missing_B(carry[0])) > most_left,
-                lambda carry, block_len=block_len: read(block_len, carry),
-                carry,
+        for block_len, fewest in zip(CATCH_UP_LENS, (CATCH_UP_LENS[-1] + 1, 1), strict=True):
+            cache = jax.lax.while_loop(
+                lambda cache, fewest=fewest: jnp.max(num_missing_B(cache)) >= fewest,
+                lambda cache, block_len=block_len: read(block_len, cache),
+                cache,
             )
-        cache, logits_BV = carry
-        return logits_BV, cache
+        return cache

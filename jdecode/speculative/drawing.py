@@ -15,20 +15,22 @@ from jdecode.speculative import proposals as proposals_lib
 Feed = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(cache, token_B, is_asked_B) to (logits_BV, cache): reads one token in the rows that are asked."""
 
+# Turn, latest token, proposals so far, cache, state of the chain; proposals and their laws.
+_Carry = tuple[jax.Array, jax.Array, jax.Array, Any, Any, jax.Array, jax.Array | None]
+
 
 def propose(
-    task: draft_lib.Task, feed: Feed, cache: Any, logits_BV: jax.Array, state: state_lib.DecodeState, want_B: jax.Array
+    task: draft_lib.Task, feed: Feed, cache: Any, state: state_lib.DecodeState, want_B: jax.Array
 ) -> tuple[proposals_lib.Proposals, Any]:
-    """Draws ``want_B`` tokens a row, each from the logits after those before it.
+    """Draws ``want_B`` tokens a row, each after the row's text and those before it.
 
     The logits pass the target's chain, in the state that it has after the tokens before: draft and target compare
     laws of the same kind, and penalties see the draft's own tokens.
 
     Args:
       task: static.
-      feed: of the draft's model.
-      cache: what ``feed`` takes; it has read every row's latest token.
-      logits_BV: after the latest token, of any width: a vocabulary that is padded otherwise is brought to V.
+      feed: of the draft's model. Its logits may have any width: a vocabulary that is padded otherwise is brought to V.
+      cache: what ``feed`` takes. In rows that are asked it holds the text up to, but without, the latest token.
       state: the target's rows.
       want_B: int32, 0 to ``task.most``.
 
@@ -37,33 +39,28 @@ def propose(
       proposes no more.
     """
     B, G, V = want_B.shape[0], task.most, task.vocab_size
-    num_rounds = jnp.max(want_B)
+    num_turns = jnp.max(want_B)
 
-    def draw_next(idx: jax.Array, logits_BV: jax.Array, sampler: Any, num_B: jax.Array, record):
-        token_BG, law_BGV = record
+    def advance(carry: _Carry) -> _Carry:
+        idx, token_B, num_B, cache, sampler, token_BG, law_BGV = carry
+        is_asked_B = (idx < want_B) & (num_B == idx)
+        logits_BV, cache = feed(cache, token_B, is_asked_B)
         processed_BV = task.chain.apply(_to_width(logits_BV, V), sampler)
         position_B = state.cache.length_B + 1 + idx
         drawn_B = draw.draw(processed_BV, state.key_B, position_B, state.is_random_B, purpose=task.purpose)
-        is_drawn_B = (idx < want_B) & (num_B == idx) & (drawn_B != sampling.INVALID_TOKEN)
+        is_drawn_B = is_asked_B & (drawn_B != sampling.INVALID_TOKEN)
         token_B = jnp.maximum(drawn_B, 0)
         token_BG = jax.lax.dynamic_update_slice_in_dim(token_BG, token_B[:, None], idx, axis=1)
         if law_BGV is not None:
             law_BGV = jax.lax.dynamic_update_slice_in_dim(law_BGV, processed_BV[:, None], idx, axis=1)
-        return token_B, task.chain.accept(sampler, token_B, is_drawn_B), num_B + is_drawn_B, (token_BG, law_BGV)
-
-    def advance(carry):
-        idx, token_B, cache, sampler, num_B, record = carry
-        logits_BV, cache = feed(cache, token_B, (idx < want_B) & (num_B == idx))
-        token_B, sampler, num_B, record = draw_next(idx, logits_BV, sampler, num_B, record)
-        return idx + 1, token_B, cache, sampler, num_B, record
+        sampler = task.chain.accept(sampler, token_B, is_drawn_B)
+        return idx + 1, token_B, num_B + is_drawn_B, cache, sampler, token_BG, law_BGV
 
     law_BGV = jnp.zeros((B, G, V), jnp.float32) if task.needs_law else None
-    record = (jnp.zeros((B, G), jnp.int32), law_BGV)
-    first = draw_next(jnp.int32(0), logits_BV, state.sampler, jnp.zeros_like(want_B), record)
-    token_B, sampler, num_B, record = first
-    carry = (jnp.int32(1), token_B, cache, sampler, num_B, record)
-    *_, cache, _, num_B, record = jax.lax.while_loop(lambda carry: carry[0] < num_rounds, advance, carry)
-    token_BG, law_BGV = record
+    start = (jnp.int32(0), state.token_B, jnp.zeros_like(want_B), cache, state.sampler)
+    carry = (*start, jnp.zeros((B, G), jnp.int32), law_BGV)
+    carry = jax.lax.while_loop(lambda carry: carry[0] < num_turns, advance, carry)
+    _, _, num_B, cache, _, token_BG, law_BGV = carry
     return proposals_lib.Proposals(token_BG=token_BG, num_B=num_B, logits_BGV=law_BGV), cache
 
 
