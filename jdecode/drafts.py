@@ -43,7 +43,7 @@ def make_speculation(
     """Checks a draft against its target.
 
     Args:
-      draft: ``None``, ``"ngram"``, ``"layer_skip"``, a ``LanguageModel``, or a ``speculative.Draft`` without parameters.
+      draft: ``None``, ``"ngram"``, ``"layer_skip"``, a ``LanguageModel`` or a ``speculative.Draft`` without params.
       num_draft_tokens: the most proposals of a round.
       verify: a name of ``verify.RULES``.
       adaptive_draft: whether fewer are proposed while few are accepted.
