@@ -41,7 +41,9 @@ def _compiled(rule: verify.Verify, *arguments) -> tuple[jax.Array, jax.Array]:
     return rule.choose(*arguments)
 
 
-def _choose(rule, target, proposals, seed: int = 6, is_random=True) -> tuple[np.ndarray, np.ndarray]:
+def _choose(
+    rule, target, proposals, seed: int = 6, is_random: bool | np.ndarray = True
+) -> tuple[np.ndarray, np.ndarray]:
     target_BPV = jnp.asarray(target, jnp.float32)
     num_rows, places, _ = target_BPV.shape
     is_random_B = jnp.broadcast_to(jnp.asarray(is_random), (num_rows,))
