@@ -36,10 +36,10 @@ def _round(state, proposal: list[int]):
 
 
 def test_two_of_three_and_then_one_at_which_the_row_ends():
-    # 8 9 (10 instead of 5); then 0, a stop token, after which 1 and 2 were never tested.
+    # 8 9 (10 instead of 5); then 0, a stop token, after which 5, which is wrong, was never tested.
     state = _round(_begin([7], [9], [STOP]), [8, 9, 5])
     assert state.decode.tokens_BM[0, :4].tolist() == [8, 9, 10, 0]
-    state = _round(state, [0, 1, 2])
+    state = _round(state, [0, 5, 2])
     assert state.decode.status_B.tolist() == [state_lib.STOPPED]
     assert state.decode.num_new_B.tolist() == [4]
     counts = state.drafting.counts
