@@ -173,10 +173,10 @@ def _residual(target_BV: jax.Array, proposals: proposals_lib.Proposals, place_B:
         left_BV = jnp.where(jnp.arange(p_BV.shape[1])[None, :] == refused_B1, 0.0, p_BV)
     else:
         left_BV = jnp.maximum(p_BV - jax.nn.softmax(_at_place(proposals.logits_BGV, place_B), axis=-1), 0.0)
-    # Laws that are equal but for rounding can refuse, and leave nothing: then the target's own law is as good.
+    # Laws that are equal but for rounding can refuse, and leave nothing: then the target's own law is as good. And a
+    # row with a NaN stays one.
     is_something_B1 = jnp.max(left_BV, axis=-1, keepdims=True) > 0
-    left_BV = jnp.where(is_something_B1, jnp.log(left_BV), target_BV)
-    return jnp.where(jnp.isnan(jnp.max(target_BV, axis=-1, keepdims=True)), jnp.nan, left_BV)
+    return jnp.where(is_something_B1, jnp.log(left_BV), target_BV)
 
 
 RULES: dict[str, Verify] = {"rejection": Rejection(), "coupled": Coupled()}

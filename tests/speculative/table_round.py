@@ -71,7 +71,7 @@ class TableDraft:
         def feed(cache, token_B, is_asked_B):
             return params.draft[token_B], cache
 
-        drawn, _ = drawing.propose(task, feed, (), params.draft[state.token_B], state, want_B)
+        drawn, _ = drawing.propose(task, feed, (), state, want_B)
         return drawn, memory, state.cache
 
     def settle(self, memory, before, after):

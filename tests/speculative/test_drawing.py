@@ -49,8 +49,7 @@ def _propose(task: draft_lib.Task, draft_XV: jax.Array, state: state_lib.DecodeS
     def feed(num_read_B, token_B, is_asked_B):
         return draft_XV[jnp.minimum(token_B, draft_XV.shape[0] - 1)], num_read_B + is_asked_B
 
-    first_BV = draft_XV[jnp.minimum(state.token_B, draft_XV.shape[0] - 1)]
-    return drawing.propose(task, feed, jnp.zeros_like(want_B), first_BV, state, want_B)
+    return drawing.propose(task, feed, jnp.zeros_like(want_B), state, want_B)
 
 
 def _chain_of(table_VV: np.ndarray, token: int, num: int) -> list[int]:
