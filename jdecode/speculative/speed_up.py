@@ -97,16 +97,18 @@ def best_gamma(
     return gains.index(max(gains))
 
 
-def operations_factor(alpha: float, gamma: int, operations_ratio: float) -> float:
+def operations_factor(alpha: float, gamma: int, operations_ratio: float, proposing: float = 1.0) -> float:
     """Returns by what factor arithmetic operations grow, (1 - α)(γĉ + γ + 1) / (1 - α^(γ+1)) (theorem 3.11).
 
     Args:
       alpha, gamma: see ``expected_tokens``.
       operations_ratio: ĉ, operations of a draft step over those of a plain step, 0 or more.
+      proposing: see ``round_speed_up``; the theorem's is 1.
     """
     tokens = expected_tokens(alpha, gamma)
     _check_cost("operations_ratio", operations_ratio)
-    return (gamma * operations_ratio + gamma + 1) / tokens
+    _check_rate("proposing", proposing)
+    return (proposing * gamma * (operations_ratio + 1) + 1) / (proposing * tokens + 1 - proposing)
 
 
 def _check_rate(name: str, value: float) -> None:

@@ -67,6 +67,8 @@ def test_operations():
     assert speed_up.operations_factor(0.8, 5, 0.1) == pytest.approx(1.761861, rel=1e-6)
     # Nothing accepted: all the work for one token.
     assert speed_up.operations_factor(0, 3, 0.5) == 5.5
+    # Of four rounds one has 3 proposals, all accepted: 3 * 1 + 1 steps and 3 * 1.5 + 1 more, for 3 + 4 tokens
+    assert speed_up.operations_factor(1, 3, 0.5, 0.25) == pytest.approx(8.5 / 7, rel=1e-12)
 
 
 def test_rounds_without_proposals_are_plain_steps_that_pay_the_draft():
