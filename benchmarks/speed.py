@@ -17,25 +17,8 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
-
-
-def measured_bandwidth() -> float:
-    """Returns bytes a second at which this machine reads a gibibyte of float32, by a sum on the default device."""
-    import jax
-    import jax.numpy as jnp
-
-    total = jax.jit(jnp.sum)
-    array = jnp.ones(2**28, jnp.float32)
-    total(array).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        total(array).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return array.nbytes / statistics.median(seconds)
 
 
 def run_once(arguments: argparse.Namespace) -> None:
@@ -43,6 +26,7 @@ def run_once(arguments: argparse.Namespace) -> None:
     import numpy as np
 
     import jdecode
+    from jdecode import step_cost
 
     lm = jdecode.load(arguments.file, dtype=arguments.dtype)
     random = np.random.default_rng(0)
@@ -53,7 +37,7 @@ def run_once(arguments: argparse.Namespace) -> None:
         return lm.generate(prompts, lengths=lengths, max_new_tokens=arguments.new_tokens + 1, ignore_eos=True)
 
     generate()
-    bandwidth = measured_bandwidth()
+    bandwidth = step_cost.memory_bandwidth()
     for run in range(arguments.runs):
         stats = generate().stats
         steps = stats["decode_tokens_per_second"] / arguments.batch

@@ -139,6 +139,19 @@ def mesh(text: str) -> config.MeshConfig:
     return config.MeshConfig(**axes)
 
 
+def read_text(flag: str, name: str) -> str:
+    """Reads a file in UTF-8 that a flag names, to its last byte; ``-`` is standard input.
+
+    Raises:
+      ValueError, OSError: it holds other bytes, or cannot be read.
+    """
+    data = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {name}: expected text in UTF-8, got other bytes from byte {error.start}") from None
+
+
 def check_new_folder(folder: pathlib.Path) -> None:
     """Refuses to write where something stands already: what a user has is never replaced.
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,14 +104,7 @@ def _read_prompt(arguments: argparse.Namespace, run: config.RunConfig) -> Prompt
     if arguments.prompt is not None:
         return Prompt(text=arguments.prompt)
     if arguments.prompt_file is not None:
-        name = arguments.prompt_file
-        data = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
-        try:
-            return Prompt(text=data.decode())
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--prompt-file {name}: expected text in UTF-8, got other bytes from byte {error.start}"
-            ) from None
+        return Prompt(text=command_line.read_text("--prompt-file", arguments.prompt_file))
     if run.prompt is None:
         raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or --chat")
     return Prompt(text=run.prompt)

@@ -74,19 +74,21 @@ def summary(counts: Counts) -> dict[str, Any]:
     """Sums up for people, over all rows.
 
     Returns:
-      ``drafted``, ``accepted``, ``target_calls``, ``target_places``; ``acceptance_rate``, accepted of drafted (0 where
-      nothing was drafted); and ``acceptance_by_place``, for each place of the block the share of the tested proposals
-      that were accepted (``None`` where none was tested).
+      ``drafted``, ``tested``, ``accepted``, ``target_calls``, ``target_places``; ``acceptance_rate``, accepted of
+      drafted (0 where nothing was drafted); ``tested_by_place``; and ``acceptance_by_place``, for each place of the
+      block the share of the tested proposals that were accepted (``None`` where none was tested).
     """
     counts = jax.tree.map(np.asarray, counts)
     tested_G, accepted_G = counts.tested_BG.sum(axis=0).tolist(), counts.accepted_BG.sum(axis=0).tolist()
     drafted, accepted = int(counts.drafted_B.sum()), sum(accepted_G)
     return {
         "drafted": drafted,
+        "tested": sum(tested_G),
         "accepted": accepted,
         "target_calls": int(counts.target_calls),
         "target_places": int(counts.target_places),
         "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "tested_by_place": tested_G,
         "acceptance_by_place": [
             hits / tests if tests else None for hits, tests in zip(accepted_G, tested_G, strict=True)
         ],
