@@ -69,7 +69,7 @@ def make_speculation(
         draft_params=params,
         num_draft_tokens=num_draft_tokens,
         verify=verify_lib.RULES[verify],
-        costs=_costs(target, chosen, params, num_draft_tokens) if adaptive_draft else None,
+        costs=_costs(target, chosen, params) if adaptive_draft else None,
     )
 
 
@@ -115,18 +115,12 @@ def _check_vocabulary(target: "language_model.LanguageModel", draft: "language_m
     )
 
 
-def _costs(
-    target: "language_model.LanguageModel", draft: draft_lib.Draft, params: Any, num_draft_tokens: int
-) -> pace.Costs:
-    """Says what a round takes, in plain steps, from sizes alone: a clock would make texts depend on the machine."""
-    share, drawing = 0.0, 0.0
+def _costs(target: "language_model.LanguageModel", draft: draft_lib.Draft, params: Any) -> pace.Costs:
+    """Says what a round takes, from sizes alone: a clock would make texts depend on the machine."""
+    share = 0.0
     if isinstance(draft, draft_layer_skip.LayerSkipDraft):
-        share, drawing = draft.model.config.num_layers / target.config.num_layers, pace.DRAWING_COST
+        share = draft.model.config.num_layers / target.config.num_layers
     elif isinstance(draft, draft_model.ModelDraft):
         share = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / target.weight_bytes
-        drawing = pace.DRAWING_COST
-    return pace.Costs(draft=share + drawing, block=pace.block_cost(_platform(target), num_draft_tokens))
-
-
-def _platform(target: "language_model.LanguageModel") -> str:
-    return next(iter(jax.tree.leaves(target.params)[0].devices())).platform
+    platform = next(iter(jax.tree.leaves(target.params)[0].devices())).platform
+    return pace.estimate(platform, target_bytes=target.weight_bytes, draft_share=share, is_drawn=share > 0)

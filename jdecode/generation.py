@@ -214,12 +214,14 @@ class TextStream:
             num_top_logprobs=request.num_top_logprobs,
         )
         if self._speculation is not None:
-            self._drafting = self._begin_drafting(self._speculation)
+            self._drafting = self._begin_drafting(self._speculation, self._state)
         return self._look()
 
-    def _begin_drafting(self, speculation: speculation_lib.Speculation) -> speculative_round.Drafting:
-        num_samples = self._request.num_samples
-        return speculation.begin(self._params, self._whole_prompts, num_samples=num_samples, max_len=self._max_len)
+    def _begin_drafting(
+        self, speculation: speculation_lib.Speculation, decode: state.DecodeState
+    ) -> speculative_round.Drafting:
+        num_samples, max_len = self._request.num_samples, self._max_len
+        return speculation.begin(self._params, decode, self._whole_prompts, num_samples=num_samples, max_len=max_len)
 
     def _continue(self) -> list[Chunk]:
         assert self._state is not None

@@ -6,7 +6,7 @@ makes the most of a round: the expected tokens of a round are 1 + α + … + α�
 rounds, then probes with a short block, and pauses twice as long each time that the probe does not change the verdict.
 
 A row's pace depends on that row alone, and on nothing measured by a clock: the same seed gives the same text under
-``rejection``, whatever the batch and the machine's load.
+``rejection``, whatever the batch and the machine's load. All of it is traced, so that no value compiles anything.
 """
 
 import dataclasses
@@ -27,30 +27,68 @@ LEAST_PAUSE, MOST_PAUSE = 8, 128
 """Plain rounds after a first verdict against speculation, and after many."""
 
 
-BLOCK_COSTS, PLACE_COSTS = {"cpu": 1.05}, {"cpu": 0.12}
-"""By platform: of a block of several places, and of each proposal in it, in plain steps."""
-
-
-DRAWING_COST = 0.03
-"""Of one proposal beside its model: transforms, draw, and what a small model does besides reading weights."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """What a round takes, in plain steps of the target. Static.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What decides the cost of a round on a kind of device. Estimates, in seconds and bytes a second.
 
     Attributes:
-      draft: of one proposed token.
-      block: of the target's call over a whole block of G + 1 places, at least 1.
+      bandwidth: at which a plain step reads the weights.
+      block, place: the model's part of a block: so many plain steps, and so many more for each proposal in it.
+      greedy, random: of the transforms and the choice of one token, of a row that takes the argmax and one that draws.
+    """
+
+    bandwidth: float
+    block: float
+    place: float
+    greedy: float
+    random: float
+
+
+MACHINES = {"cpu": Machine(bandwidth=25e9, block=1.05, place=0.12, greedy=4e-5, random=2.5e-4)}
+"""By platform. A CPU computes the places of a block one by one; of products it is only the reading that they share."""
+
+ACCELERATOR = Machine(bandwidth=1e12, block=1.05, place=0.0, greedy=1e-5, random=2e-5)
+"""Every other platform: reading the weights decides, and a block reads them once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What rounds take, in plain steps of the target's model.
+
+    Attributes:
+      draft: of the draft's model, for one proposal.
+      block, place: see ``Machine``.
+      greedy, random: of one choice, see ``Machine``.
+      is_drawn: whether the draft draws its proposals, as the target does.
     """
 
     draft: float
     block: float
+    place: float
+    greedy: float
+    random: float
+    is_drawn: bool
 
 
-def block_cost(platform: str, num_draft_tokens: int) -> float:
-    """Estimates ``Costs.block`` for one row: an accelerator reads the weights once for all places, a CPU computes."""
-    return BLOCK_COSTS.get(platform, 1.05) + PLACE_COSTS.get(platform, 0.0) * num_draft_tokens
+def estimate(platform: str, *, target_bytes: int, draft_share: float, is_drawn: bool) -> Costs:
+    """Estimates the costs from sizes alone.
+
+    Args:
+      platform: as ``jax.Device.platform`` names it.
+      target_bytes: of the target's weights.
+      draft_share: the draft's model as a share of the target's; 0 for a draft that has none.
+      is_drawn: see ``Costs``.
+    """
+    machine = MACHINES.get(platform, ACCELERATOR)
+    step_seconds = target_bytes / machine.bandwidth
+    return Costs(
+        draft=draft_share,
+        block=machine.block,
+        place=machine.place,
+        greedy=machine.greedy / step_seconds,
+        random=machine.random / step_seconds,
+        is_drawn=is_drawn,
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -59,50 +97,68 @@ class Pace:
     """Where each row stands.
 
     Attributes:
+      round_cost_BP: float32 (B, G + 1), what a round of n proposals takes, n = 0 … G; 1 is a plain step.
+      is_adaptive_B: bool; other rows always propose G tokens.
       accepted_B, tested_B: float32, decayed counts.
       pause_B: int32, plain rounds that are left.
       next_pause_B: int32, rounds of the next pause.
     """
 
+    round_cost_BP: jax.Array
+    is_adaptive_B: jax.Array
     accepted_B: jax.Array
     tested_B: jax.Array
     pause_B: jax.Array
     next_pause_B: jax.Array
 
 
-def begin(batch: int) -> Pace:
-    """Returns the pace of rows about which nothing is known."""
+def begin(is_random_B: jax.Array, costs: Costs | None, num_draft_tokens: int) -> Pace:
+    """Returns the pace of rows about which nothing is known.
+
+    Args:
+      is_random_B: bool, the rows that draw.
+      costs: ``None`` for rows that always propose.
+      num_draft_tokens: G.
+    """
+    num_1P = jnp.arange(num_draft_tokens + 1, dtype=jnp.float32)[None, :]
+    shape = (is_random_B.shape[0], num_draft_tokens + 1)
+    round_cost_BP = jnp.ones(shape, jnp.float32)
+    if costs is not None:
+        choice_B1 = jnp.where(is_random_B, costs.random, costs.greedy)[:, None]
+        proposing_BP = (costs.draft + choice_B1 * costs.is_drawn) * num_1P
+        # The block has its G + 1 places whatever is proposed, and a choice is made at each.
+        block_B1 = costs.block + costs.place * num_draft_tokens + choice_B1 * (num_draft_tokens + 1)
+        round_cost_BP = jnp.where(num_1P == 0, 1.0, (proposing_BP + block_B1) / (1 + choice_B1))
+    zeros_B = jnp.zeros(shape[0], jnp.float32)
     return Pace(
-        accepted_B=jnp.zeros(batch, jnp.float32),
-        tested_B=jnp.zeros(batch, jnp.float32),
-        pause_B=jnp.zeros(batch, jnp.int32),
-        next_pause_B=jnp.full(batch, LEAST_PAUSE, jnp.int32),
+        round_cost_BP=round_cost_BP,
+        is_adaptive_B=jnp.full(shape[0], costs is not None),
+        accepted_B=zeros_B,
+        tested_B=zeros_B,
+        pause_B=jnp.zeros(shape[0], jnp.int32),
+        next_pause_B=jnp.full(shape[0], LEAST_PAUSE, jnp.int32),
     )
 
 
-def best_len(pace: Pace, costs: Costs, most: int) -> jax.Array:
-    """Returns int32 (B,), the number of proposals, 0 to ``most``, with the most expected tokens for the time."""
-    alpha_B = (pace.accepted_B + PRIOR_ACCEPTED) / (pace.tested_B + PRIOR_TESTED)
-    rates = [jnp.ones_like(alpha_B)]  # a plain step: one token in one unit
-    expected_B = power_B = jnp.ones_like(alpha_B)
-    for num in range(1, most + 1):
-        power_B = power_B * alpha_B
-        expected_B = expected_B + power_B
-        rates.append(expected_B / (costs.block + num * costs.draft))
-    return jnp.argmax(jnp.stack(rates, axis=1), axis=1).astype(jnp.int32)
+def best_len(pace: Pace) -> jax.Array:
+    """Returns int32 (B,), the number of proposals, 0 to G, with the most expected tokens for the time."""
+    alpha_B1 = ((pace.accepted_B + PRIOR_ACCEPTED) / (pace.tested_B + PRIOR_TESTED))[:, None]
+    num_1P = jnp.arange(pace.round_cost_BP.shape[1])[None, :]
+    expected_BP = jnp.cumsum(alpha_B1**num_1P, axis=1)
+    return jnp.argmax(expected_BP / pace.round_cost_BP, axis=1).astype(jnp.int32)
 
 
-def want(pace: Pace, costs: Costs, most: int) -> jax.Array:
+def want(pace: Pace) -> jax.Array:
     """Returns int32 (B,), how many tokens to propose: none in a pause, at least a probe outside of one."""
-    want_B = jnp.maximum(best_len(pace, costs, most), min(PROBE_LEN, most))
-    return jnp.where(pace.pause_B > 0, 0, want_B)
+    most = pace.round_cost_BP.shape[1] - 1
+    want_B = jnp.where(pace.pause_B > 0, 0, jnp.maximum(best_len(pace), min(PROBE_LEN, most)))
+    return jnp.where(pace.is_adaptive_B, want_B, most)
 
 
-def update(pace: Pace, costs: Costs, most: int, accepted_B: jax.Array, tested_B: jax.Array) -> Pace:
+def update(pace: Pace, accepted_B: jax.Array, tested_B: jax.Array) -> Pace:
     """Returns the pace after a round.
 
     Args:
-      costs, most: static.
       accepted_B, tested_B: int32, of the round. A round that tested nothing (a pause, or a draft that had nothing to
         propose) says nothing of the acceptance.
     """
@@ -114,11 +170,10 @@ def update(pace: Pace, costs: Costs, most: int, accepted_B: jax.Array, tested_B:
         tested_B=pace.tested_B * decay_B + tested_B,
         pause_B=jnp.maximum(pace.pause_B - 1, 0),
     )
-    gives_up_B = is_tested_B & (best_len(counted, costs, most) == 0)
-    pays_B = is_tested_B & ~gives_up_B
+    gives_up_B = is_tested_B & (best_len(counted) == 0)
     longer_B = jnp.minimum(2 * pace.next_pause_B, MOST_PAUSE)
     return dataclasses.replace(
         counted,
         pause_B=jnp.where(gives_up_B, pace.next_pause_B, counted.pause_B),
-        next_pause_B=jnp.where(gives_up_B, longer_B, jnp.where(pays_B, LEAST_PAUSE, pace.next_pause_B)),
+        next_pause_B=jnp.where(gives_up_B, longer_B, jnp.where(is_tested_B, LEAST_PAUSE, pace.next_pause_B)),
     )

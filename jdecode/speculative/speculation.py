@@ -6,6 +6,7 @@ from typing import Any
 
 from jdecode import config as config_lib
 from jdecode import sampling
+from jdecode.decode import state
 from jdecode.models import transformer
 from jdecode.speculative import draft as draft_lib
 from jdecode.speculative import pace, speculative_round, statistics, verify
@@ -36,21 +37,32 @@ class Speculation:
 
     def step(self, model: transformer.Transformer, chain: sampling.Transform) -> speculative_round.SpeculativeRound:
         """Returns the step that the device loop repeats. Equal ones share a compilation."""
-        return speculative_round.SpeculativeRound(
-            model, chain, self.draft, self.verify, self.num_draft_tokens, self.costs
-        )
+        return speculative_round.SpeculativeRound(model, chain, self.draft, self.verify, self.num_draft_tokens)
 
     def params(self, target: Any) -> draft_lib.Params:
         """Returns the parameters of that step, given the target's."""
         return draft_lib.Params(target=target, draft=self.draft_params)
 
     def begin(
-        self, target: Any, prompts: Sequence[Sequence[int]], *, num_samples: int, max_len: int
+        self,
+        target: Any,
+        decode: state.DecodeState,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_samples: int,
+        max_len: int,
     ) -> speculative_round.Drafting:
-        """Lets the draft read the prompts. For arguments see ``draft.Draft.begin``."""
+        """Lets the draft read the prompts.
+
+        Args:
+          target: its parameters.
+          decode: the rows, which have their first tokens.
+          The others are those of ``draft.Draft.begin``.
+        """
         params = self.params(target)
         memory = self.draft.begin(params, prompts, num_samples=num_samples, max_len=max_len)
-        batch = len(prompts) * num_samples
         return speculative_round.Drafting(
-            memory=memory, pace=pace.begin(batch), counts=statistics.no_counts(batch, self.num_draft_tokens)
+            memory=memory,
+            pace=pace.begin(decode.is_random_B, self.costs, self.num_draft_tokens),
+            counts=statistics.no_counts(len(prompts) * num_samples, self.num_draft_tokens),
         )

@@ -80,7 +80,6 @@ class SpeculativeRound:
       draft: what proposes.
       verify: the rule of acceptance.
       num_draft_tokens: G, the most proposals of a round.
-      costs: what decides how many proposals pay; ``None`` always proposes G.
     """
 
     model: transformer.Transformer
@@ -88,7 +87,6 @@ class SpeculativeRound:
     draft: draft_lib.Draft
     verify: verify_lib.Verify
     num_draft_tokens: int
-    costs: pace_lib.Costs | None
 
     def __call__(self, params: draft_lib.Params, state: SpeculativeState) -> SpeculativeState:
         """Runs one round."""
@@ -114,10 +112,7 @@ class SpeculativeRound:
 
     def _want(self, state: SpeculativeState) -> jax.Array:
         """Says how many tokens each row should propose."""
-        most = self.num_draft_tokens
-        want_B = jnp.full_like(state.num_new_B, most)
-        if self.costs is not None:
-            want_B = pace_lib.want(state.drafting.pace, self.costs, most)
+        want_B = pace_lib.want(state.drafting.pace)
         # The target adds a token of its own, so a row that lacks r tokens has use for r - 1 proposals.
         room_B = state.decode.max_new_B - state.num_new_B - 1
         return jnp.where(state.status_B == state_lib.RUNNING, jnp.minimum(want_B, room_B), 0)
@@ -168,9 +163,7 @@ class SpeculativeRound:
         counts = statistics.add_round(
             drafting.counts, is_live_B, num_places, drafted_B=num_B, tested_B=tested_B, accepted_B=accepted_B
         )
-        pace = drafting.pace
-        if self.costs is not None:
-            pace = pace_lib.update(pace, self.costs, self.num_draft_tokens, accepted_B, tested_B)
+        pace = pace_lib.update(drafting.pace, accepted_B, tested_B)
         memory = self.draft.settle(drafting.memory, state.decode, after)
         return SpeculativeState(decode=after, drafting=Drafting(memory=memory, pace=pace, counts=counts))
 

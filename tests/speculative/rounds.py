@@ -83,7 +83,7 @@ def begin(
         max_new_B=jnp.full(len(prompts), max_new, jnp.int32),
         output_len=max_new,
     )
-    drafting = own.begin(lm.params, prompts, num_samples=1, max_len=MAX_LEN)
+    drafting = own.begin(lm.params, decode, prompts, num_samples=1, max_len=MAX_LEN)
     return speculative_round.SpeculativeState(decode=decode, drafting=drafting)
 
 

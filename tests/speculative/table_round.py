@@ -100,9 +100,7 @@ def rounds(
     rule: verify.Verify, draft: TableDraft = TableDraft(), chain: sampling.Chain = CHAIN
 ) -> speculative_round.SpeculativeRound:
     """Makes the step of a rule, which always proposes G tokens."""
-    return speculative_round.SpeculativeRound(
-        cast(Any, TableModel()), chain, cast(draft_lib.Draft, draft), rule, G, costs=None
-    )
+    return speculative_round.SpeculativeRound(cast(Any, TableModel()), chain, cast(draft_lib.Draft, draft), rule, G)
 
 
 def begin(
@@ -132,7 +130,7 @@ def begin(
     )
     decode = dataclasses.replace(decode, token_B=jnp.full(num_rows, START_TOKEN, jnp.int32))
     drafting = speculative_round.Drafting(
-        memory=(), pace=pace_lib.begin(num_rows), counts=statistics.no_counts(num_rows, G)
+        memory=(), pace=pace_lib.begin(jnp.zeros(num_rows, bool), None, G), counts=statistics.no_counts(num_rows, G)
     )
     return speculative_round.SpeculativeState(decode=decode, drafting=drafting)
 

@@ -140,4 +140,5 @@ def test_the_loop_holds_the_caches_once_and_never_asks_the_host(kind, monkeypatc
     memory = program.compile().memory_analysis()
     cache = rounds.leaves(state.decode.cache)
     # A copy of the cache would be all of it; a conditional round the target's call makes one.
+    assert memory is not None
     assert memory.temp_size_in_bytes < 0.3 * cache
