@@ -202,7 +202,7 @@ class TextStream:
         if request.num_samples > 1:
             row_idx = jnp.repeat(jnp.arange(len(request.prompts)), request.num_samples)
             cache, logits_BV = kv_cache.take_rows(cache, row_idx), jnp.take(logits_BV, row_idx, axis=0)
-        self._state = loop.begin(
+        first = loop.begin(
             self._chain,
             self._sampling_params,
             cache,
@@ -214,7 +214,8 @@ class TextStream:
             num_top_logprobs=request.num_top_logprobs,
         )
         if self._speculation is not None:
-            self._drafting = self._begin_drafting(self._speculation, self._state)
+            self._drafting = self._begin_drafting(self._speculation, first)
+        self._state = first
         return self._look()
 
     def _begin_drafting(
