@@ -2,8 +2,8 @@
 
 Each row keeps a decayed count of the proposals that were tested and accepted. From the share α it proposes the n that
 makes the most of a round: the expected tokens of a round are 1 + α + … + αⁿ (Leviathan et al. 2023, equation 1), and
-``Costs`` says what the round takes. If no n beats plain decoding, the row pauses: it decodes plainly for a number of
-rounds, then probes with a short block, and pauses twice as long each time that the probe does not change the verdict.
+``Costs`` says what the round takes. If every n is clearly slower than plain decoding, the row pauses: it decodes
+plainly for a number of rounds, then tries again, and pauses twice as long each time that this changes nothing.
 
 A row's pace depends on that row alone, and on nothing measured by a clock: the same seed gives the same text under
 ``rejection``, whatever the batch and the machine's load. All of it is traced, so that no value compiles anything.
@@ -20,10 +20,10 @@ DECAY = 0.9
 PRIOR_ACCEPTED, PRIOR_TESTED = 1.5, 2.0
 """What is believed before anything is tested: as if 1.5 of 2 had been accepted."""
 
-PROBE_LEN = 2
-"""Proposals of a probe."""
+LEAST_SPEED = 0.95
+"""A row pauses when it is expected to be slower than this; plain decoding is 1."""
 
-LEAST_PAUSE, MOST_PAUSE = 8, 128
+LEAST_PAUSE, MOST_PAUSE = 4, 64
 """Plain rounds after a first verdict against speculation, and after many."""
 
 
@@ -97,14 +97,14 @@ class Pace:
     """Where each row stands.
 
     Attributes:
-      round_cost_BP: float32 (B, G + 1), what a round of n proposals takes, n = 0 … G; 1 is a plain step.
+      round_cost_BG: float32, what a round of 1 … G proposals takes; 1 is a plain step.
       is_adaptive_B: bool; other rows always propose G tokens.
       accepted_B, tested_B: float32, decayed counts.
       pause_B: int32, plain rounds that are left.
       next_pause_B: int32, rounds of the next pause.
     """
 
-    round_cost_BP: jax.Array
+    round_cost_BG: jax.Array
     is_adaptive_B: jax.Array
     accepted_B: jax.Array
     tested_B: jax.Array
@@ -120,18 +120,18 @@ def begin(is_random_B: jax.Array, costs: Costs | None, num_draft_tokens: int) ->
       costs: ``None`` for rows that always propose.
       num_draft_tokens: G.
     """
-    num_1P = jnp.arange(num_draft_tokens + 1, dtype=jnp.float32)[None, :]
-    shape = (is_random_B.shape[0], num_draft_tokens + 1)
-    round_cost_BP = jnp.ones(shape, jnp.float32)
+    num_1G = jnp.arange(1, num_draft_tokens + 1, dtype=jnp.float32)[None, :]
+    shape = (is_random_B.shape[0], num_draft_tokens)
+    round_cost_BG = jnp.ones(shape, jnp.float32)
     if costs is not None:
         choice_B1 = jnp.where(is_random_B, costs.random, costs.greedy)[:, None]
-        proposing_BP = (costs.draft + choice_B1 * costs.is_drawn) * num_1P
+        proposing_BG = (costs.draft + choice_B1 * costs.is_drawn) * num_1G
         # The block has its G + 1 places whatever is proposed, and a choice is made at each.
         block_B1 = costs.block + costs.place * num_draft_tokens + choice_B1 * (num_draft_tokens + 1)
-        round_cost_BP = jnp.where(num_1P == 0, 1.0, (proposing_BP + block_B1) / (1 + choice_B1))
+        round_cost_BG = (proposing_BG + block_B1) / (1 + choice_B1)
     zeros_B = jnp.zeros(shape[0], jnp.float32)
     return Pace(
-        round_cost_BP=round_cost_BP,
+        round_cost_BG=round_cost_BG,
         is_adaptive_B=jnp.full(shape[0], costs is not None),
         accepted_B=zeros_B,
         tested_B=zeros_B,
@@ -140,19 +140,18 @@ def begin(is_random_B: jax.Array, costs: Costs | None, num_draft_tokens: int) ->
     )
 
 
-def best_len(pace: Pace) -> jax.Array:
-    """Returns int32 (B,), the number of proposals, 0 to G, with the most expected tokens for the time."""
+def expected_speed(pace: Pace) -> jax.Array:
+    """Returns float32 (B, G), how fast rounds of 1 … G proposals are expected to be; plain decoding is 1."""
     alpha_B1 = ((pace.accepted_B + PRIOR_ACCEPTED) / (pace.tested_B + PRIOR_TESTED))[:, None]
-    num_1P = jnp.arange(pace.round_cost_BP.shape[1])[None, :]
+    num_1P = jnp.arange(pace.round_cost_BG.shape[1] + 1)[None, :]
     expected_BP = jnp.cumsum(alpha_B1**num_1P, axis=1)
-    return jnp.argmax(expected_BP / pace.round_cost_BP, axis=1).astype(jnp.int32)
+    return expected_BP[:, 1:] / pace.round_cost_BG
 
 
 def want(pace: Pace) -> jax.Array:
-    """Returns int32 (B,), how many tokens to propose: none in a pause, at least a probe outside of one."""
-    most = pace.round_cost_BP.shape[1] - 1
-    want_B = jnp.where(pace.pause_B > 0, 0, jnp.maximum(best_len(pace), min(PROBE_LEN, most)))
-    return jnp.where(pace.is_adaptive_B, want_B, most)
+    """Returns int32 (B,), how many tokens to propose: none in a pause, else as many as are expected to be fastest."""
+    best_B = jnp.argmax(expected_speed(pace), axis=1).astype(jnp.int32) + 1
+    return jnp.where(pace.is_adaptive_B, jnp.where(pace.pause_B > 0, 0, best_B), pace.round_cost_BG.shape[1])
 
 
 def update(pace: Pace, accepted_B: jax.Array, tested_B: jax.Array) -> Pace:
@@ -170,7 +169,7 @@ def update(pace: Pace, accepted_B: jax.Array, tested_B: jax.Array) -> Pace:
         tested_B=pace.tested_B * decay_B + tested_B,
         pause_B=jnp.maximum(pace.pause_B - 1, 0),
     )
-    gives_up_B = is_tested_B & (best_len(counted) == 0)
+    gives_up_B = is_tested_B & (jnp.max(expected_speed(counted), axis=1) < LEAST_SPEED)
     longer_B = jnp.minimum(2 * pace.next_pause_B, MOST_PAUSE)
     return dataclasses.replace(
         counted,
