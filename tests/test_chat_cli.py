@@ -24,7 +24,8 @@ def turns(lm: fake_language_model.FakeLanguageModel) -> list[str]:
 
 def test_piped_turns_share_one_session(lm, capsys, monkeypatch: pytest.MonkeyPatch):
     say(monkeypatch, "first\n\nsecond\n/reset\nthird")
-    assert chat.main(["--weights", "w", "--system", "Be brief.", "--temperature", "0.5", "--capacity", "50"]) == 0
+    flags = "--weights w --system Brief. --temperature 0.5 --capacity 50 --draft ngram --num-draft-tokens 3"
+    assert chat.main(flags.split()) == 0
     out, err = capsys.readouterr()
     assert out == "reply 1\nreply 2\nreply 1\n"
     assert err == ""
@@ -33,7 +34,11 @@ def test_piped_turns_share_one_session(lm, capsys, monkeypatch: pytest.MonkeyPat
         "sampling": config.SamplingConfig(temperature=0.5),
         "cache": config.CacheConfig(),
         "capacity": 50,
-        "system": "Be brief.",
+        "system": "Brief.",
+        "draft": "ngram",
+        "num_draft_tokens": 3,
+        "verify": "rejection",
+        "adaptive_draft": True,
     }
 
 

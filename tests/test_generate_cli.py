@@ -72,11 +72,12 @@ def test_every_flag_reaches_the_model(lm):
         "--typical-p 0.875 --repetition-penalty 1.5 --presence-penalty -0.25 --frequency-penalty 0.25 "
         "--no-repeat-ngram-size 4 --min-new-tokens 2 --seed 0 --stop x --stop yz --stop-token-id 6 --stop-token-id 8 "
         "--num-samples 2 --logprobs 5 --json --ignore-eos --kv-dtype bfloat16 --weight-dtype float32 --capacity 99 "
-        "--mesh data=2,model=4 --draft none --no-stream"
+        "--mesh data=2,model=4 --draft d --num-draft-tokens 7 --verify coupled --no-adaptive-draft --no-stream"
     )
     assert generate.main(flags.split()) == 0
     mesh = config.MeshConfig(data=2, model=4)
-    assert lm.asked("load") == {"source": "w", "dtype": "float32", "mesh": mesh}
+    loads = [arguments for name, arguments in lm.calls if name == "load"]
+    assert loads == [{"source": source, "dtype": "float32", "mesh": mesh} for source in ("w", "d")]
     assert lm.asked("generate") == {
         "prompts": [[97]],
         "max_new_tokens": 9,
@@ -100,13 +101,17 @@ def test_every_flag_reaches_the_model(lm):
         "logprobs": 5,
         "cache": config.CacheConfig(dtype="bfloat16"),
         "capacity": 99,
+        "draft": lm,
+        "num_draft_tokens": 7,
+        "verify": "coupled",
+        "adaptive_draft": False,
     }
 
 
 def test_flag_wins_over_config_and_config_over_default(lm, tmp_path: pathlib.Path):
     (tmp_path / "c.yaml").write_text(
         "weights: from_config\nprompt: q\nmax_new_tokens: 5\nsampling: {temperature: 0.5, top_k: 3}\n"
-        "cache: {layout: full, dtype: float16}\nmesh: {data: 2}"
+        "cache: {layout: full, dtype: float16}\nmesh: {data: 2}\nspeculative: {draft: ngram, num_draft_tokens: 6}"
     )
     assert generate.main(["--config", str(tmp_path / "c.yaml"), "--temperature", "0"]) == 0
     assert lm.asked("load") == {"source": "from_config", "dtype": "auto", "mesh": config.MeshConfig(data=2)}
@@ -114,8 +119,12 @@ def test_flag_wins_over_config_and_config_over_default(lm, tmp_path: pathlib.Pat
     assert asked["sampling"] == config.SamplingConfig(temperature=0.0, top_k=3)  # 0 is a value, not "not given"
     assert (asked["prompts"], asked["max_new_tokens"]) == ([[ord("q")]], 5)
     assert asked["cache"] == config.CacheConfig(layout="full", dtype="float16")
+    drafting = ("draft", "num_draft_tokens", "verify", "adaptive_draft")
+    assert [asked[name] for name in drafting] == ["ngram", 6, "rejection", True]
     lm.calls.clear()
-    assert generate.main(["--config", str(tmp_path / "c.yaml"), "--weights", "w", "--max-new-tokens", "6"]) == 0
+    flags = ["--weights", "w", "--max-new-tokens", "6", "--draft", "none"]
+    assert generate.main(["--config", str(tmp_path / "c.yaml"), *flags]) == 0
+    assert lm.asked("generate")["draft"] is None
     assert lm.asked("load")["source"] == "w"
     assert lm.asked("generate")["max_new_tokens"] == 6
 
@@ -201,10 +210,15 @@ BAD_FLAGS = [
         "argument --weight-dtype: expected one of auto, float32, bfloat16, float16, got 'int8' (not in this version)",
     ),
     ("--kv-dtype float99", "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'float99'"),
-    ("--draft ngram", "--draft ngram: not in this version; expected none, or leave it out"),
-    ("--draft some/model", "--draft some/model: not in this version"),
-    ("--verify coupled", "--verify coupled: acts on a draft, and there is none; leave it out"),
-    ("--num-draft-tokens 4", "--num-draft-tokens 4: acts on a draft, and there is none; leave it out"),
+    ("--verify coupled", "--verify: acts on a draft, and there is none; add --draft, or leave it out"),
+    ("--num-draft-tokens 4", "--num-draft-tokens: acts on a draft, and there is none; add --draft, or leave it out"),
+    ("--no-adaptive-draft --draft none", "--adaptive-draft: acts on a draft, and there is none; add --draft, or leave"),
+    (
+        "--draft ngram --num-draft-tokens 0",
+        "argument --num-draft-tokens: expected a whole number from 1 to 64, got '0'",
+    ),
+    ("--draft ngram --verify best", "argument --verify: invalid choice: 'best' (choose from"),
+    ("--draft=", "argument --draft: expected some text, got none"),
     ("--logprobs 3", "--logprobs: printed with --json only; add --json, or leave it out"),
     ("--temp 1", "unrecognized arguments: --temp 1"),  # abbreviations would make each new flag a break
     ("--chat b", "argument --chat: not allowed with argument --prompt"),

@@ -188,7 +188,18 @@ ONE = [[5, 6]]
         (ONE, {"cache": "full"}, "cache: expected a CacheConfig, got str"),
         (ONE, {"stop_token_ids": 5}, "stop_token_ids: expected a list, got int"),
         (ONE, {"transforms": Only}, "transforms: expected a list"),
-        (ONE, {"draft": "ngram"}, "draft: expected None"),
+        (
+            ONE,
+            {"draft": "bigram"},
+            "draft: expected None, 'ngram', 'layer_skip' or a loaded language model, got 'bigram'",
+        ),
+        (
+            ONE,
+            {"draft": "ngram", "num_draft_tokens": 0},
+            "num_draft_tokens: expected a whole number from 1 to 64, got 0",
+        ),
+        (ONE, {"num_draft_tokens": 65}, "num_draft_tokens: expected a whole number from 1 to 64, got 65"),
+        (ONE, {"verify": "exact"}, "verify: expected one of rejection, coupled, got 'exact'"),
     ],
 )
 def test_refusals_are_one_line(monkeypatch, prompts, options, message):
