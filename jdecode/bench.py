@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jdecode import command_line, config, speculative_report
+from jdecode import command_line, config, draft_arguments, speculative_report
 
 NAME = "jdecode.bench"
 LEAST_NEW_TOKENS = 2  # the first token of a text comes from the prefill, and is no decoding
@@ -67,7 +67,7 @@ def build_parser() -> command_line.ArgumentParser:
 def _speculative(arguments: argparse.Namespace, base: config.SpeculativeConfig) -> config.SpeculativeConfig:
     """Returns the draft and the rule of the flags, or else of the config."""
     draft = arguments.draft or base.draft
-    if draft is None or draft == command_line.NO_DRAFT:
+    if draft is None or draft == draft_arguments.NO_DRAFT:
         raise ValueError("--draft: expected ngram, layer_skip or the weights of a model, got none; add --draft")
     return config.SpeculativeConfig(draft=draft, verify=arguments.verify or base.verify)
 
@@ -93,7 +93,7 @@ def _measure(
     chosen: command_line.Settings, own: config.SpeculativeConfig, prompt: str, gammas: tuple[int, ...], rounds: int
 ) -> dict[str, Any]:
     lm = command_line.load_model(chosen)
-    drafting = command_line.drafting(chosen, own)
+    drafting = draft_arguments.drafting(chosen, own)
     from jdecode import speculative_bench  # late: it imports jax
 
     plan = speculative_bench.Plan(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jdecode import command_line
+from jdecode import command_line, draft_arguments
 
 if TYPE_CHECKING:
     from jdecode import chat_session
@@ -27,7 +27,7 @@ def build_parser() -> command_line.ArgumentParser:
     parser.add_argument("--stats", action="store_true", help="print what each turn took, on standard error")
     command_line.add_model_arguments(parser)
     command_line.add_sampling_arguments(parser)
-    command_line.add_speculation_arguments(parser)
+    draft_arguments.add_arguments(parser)
     return parser
 
 
@@ -68,14 +68,14 @@ def _turn(session: "chat_session.ChatSession", text: str, max_new_tokens: int, i
 def _main(argv: Sequence[str] | None) -> None:
     arguments = build_parser().parse_args(argv)
     chosen = command_line.settings(arguments)
-    speculative = command_line.speculative(arguments, chosen.run.speculative)
+    speculative = draft_arguments.settings(arguments, chosen.run.speculative)
     lm = command_line.load_model(chosen)
     session = lm.chat_session(
         sampling=chosen.run.sampling,
         cache=chosen.run.cache,
         capacity=chosen.capacity,
         system=arguments.system,
-        **command_line.drafting(chosen, speculative),
+        **draft_arguments.drafting(chosen, speculative),
     )
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:

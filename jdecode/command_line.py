@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jdecode import compilation_cache, config, config_file
 
 if TYPE_CHECKING:
-    from jdecode import drafts, language_model
+    from jdecode import language_model
 
 TRACEBACK_VARIABLE = "JDECODE_TRACEBACK"  # set to anything: errors keep their traceback
 INTERRUPTED_STATUS = 130  # what shells report for Ctrl-C
@@ -28,11 +28,6 @@ COUNT_LIMIT = 2**31 - 1  # counts and ids are held in 32 bits
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights, and of cached keys and values
 LATER_DTYPES = ("int8", "fp8")  # named by the flags already, refused by this version
 MOST_NEW_TOKENS = 2**24  # that of jdecode.request, which imports jax; a test holds them together
-NO_DRAFT = "none"
-DRAFTS_WITHOUT_WEIGHTS = (
-    "ngram",
-    "layer_skip",
-)  # those of jdecode.drafts, which imports jax; a test holds them together
 ANY_MODEL_HINT = "run the packaged model with --config gqa_small.yaml, or another with --weights FILE.gguf"
 _SAMPLING_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("temperature", "T", "divides the logits; 0 takes the most likely token"),
@@ -186,78 +181,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         if name in _WHOLE_SAMPLING_FLAGS:
             kind = whole_number(high=2**63 - 1 if name == "seed" else COUNT_LIMIT)
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=kind, help=text)
-
-
-def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of speculative decoding."""
-    group = parser.add_argument_group("speculative decoding")
-    group.add_argument(
-        "--draft",
-        metavar="NAME_OR_PATH",
-        type=plain_text,
-        help="what proposes tokens: ngram, layer_skip, weights of a smaller model with the same tokens, or none",
-    )
-    group.add_argument(
-        "--num-draft-tokens",
-        metavar="G",
-        type=whole_number(1, config.MOST_DRAFT_TOKENS),
-        help="the most tokens proposed at once",
-    )
-    group.add_argument(
-        "--verify",
-        choices=config.VERIFY_RULES,
-        help="rejection accepts most; coupled keeps the text that the seed has without a draft",
-    )
-    group.add_argument(
-        "--adaptive-draft",
-        action=argparse.BooleanOptionalAction,
-        help="propose fewer tokens, or none, while few are accepted (the default)",
-    )
-
-
-def speculative(arguments: argparse.Namespace, base: config.SpeculativeConfig) -> config.SpeculativeConfig:
-    """Lays the flags of ``add_speculation_arguments`` over a config.
-
-    Raises:
-      ValueError: a flag acts on a draft, and there is none.
-    """
-    draft = base.draft if arguments.draft is None else arguments.draft
-    draft = None if draft == NO_DRAFT else draft
-    flags = {
-        "num_draft_tokens": arguments.num_draft_tokens,
-        "verify": arguments.verify,
-        "adaptive": arguments.adaptive_draft,
-    }
-    given = {name: value for name, value in flags.items() if value is not None}
-    if draft is None and given:
-        shown = {"adaptive": "--adaptive-draft"}
-        name = next(iter(given))
-        flag = shown.get(name, f"--{name.replace('_', '-')}")
-        raise ValueError(f"{flag}: acts on a draft, and there is none; add --draft, or leave it out")
-    return dataclasses.replace(base, draft=draft, **given)
-
-
-def drafting(chosen: Settings, own: config.SpeculativeConfig) -> "drafts.Options":
-    """Returns the options of ``LanguageModel.stream`` about the draft, which is loaded where it is a model.
-
-    Raises:
-      ValueError, FileNotFoundError: the draft's weights cannot be read.
-    """
-    draft: Any = own.draft
-    if draft is not None and draft not in DRAFTS_WITHOUT_WEIGHTS:
-        from jdecode import language_model  # late: it imports jax
-
-        mesh_config = None if chosen.run.mesh == config.MeshConfig() else chosen.run.mesh
-        try:
-            draft = language_model.load(draft, dtype=chosen.weight_dtype, mesh=mesh_config)
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"--draft: {error}") from None
-    return {
-        "draft": draft,
-        "num_draft_tokens": own.num_draft_tokens,
-        "verify": own.verify,
-        "adaptive_draft": own.adaptive,
-    }
 
 
 def settings(arguments: argparse.Namespace) -> Settings:

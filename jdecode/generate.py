@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdecode import command_line, config
+from jdecode import command_line, config, draft_arguments
 
 if TYPE_CHECKING:
     from jdecode import generation, language_model
@@ -71,7 +71,7 @@ def build_parser() -> command_line.ArgumentParser:
         help="end at this token; may be given several times",
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
-    command_line.add_speculation_arguments(parser)
+    draft_arguments.add_arguments(parser)
     _add_output_arguments(parser)
     return parser
 
@@ -190,7 +190,7 @@ def _main(argv: Sequence[str] | None) -> None:
     arguments = build_parser().parse_args(argv)
     _check_flags(arguments)
     chosen = command_line.settings(arguments)
-    speculative = command_line.speculative(arguments, chosen.run.speculative)
+    speculative = draft_arguments.settings(arguments, chosen.run.speculative)
     prompt = _read_prompt(arguments, chosen.run)
     lm = command_line.load_model(chosen)
     prompt_ids = _encode(lm, prompt)
@@ -204,7 +204,7 @@ def _main(argv: Sequence[str] | None) -> None:
         "logprobs": arguments.logprobs,
         "cache": chosen.run.cache,
         "capacity": chosen.capacity,
-        **command_line.drafting(chosen, speculative),
+        **draft_arguments.drafting(chosen, speculative),
     }
     if arguments.json:
         result = lm.generate([prompt_ids], **request)

@@ -1,6 +1,7 @@
 """Prompt lookup against a plain search through lists."""
 
 import types
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from jdecode.speculative import draft_ngram
 
 def propose(draft, prompts, outputs, want, *, most: int = 4):
     """Returns the proposals of rows with these prompts and outputs, as lists."""
-    memory = draft.begin(None, prompts, num_samples=1, max_len=60)
+    memory = draft.begin(cast(Any, None), prompts, num_samples=1, max_len=60)
     width = 16
     tokens_BM = np.zeros((len(prompts), width), np.int32)
     for row, output in enumerate(outputs):
@@ -65,7 +66,7 @@ def test_it_finds_what_a_plain_search_finds(longest, shortest):
 
 
 def test_samples_stand_prompt_by_prompt():
-    memory = draft_ngram.NgramDraft().begin(None, [[5, 6], [7, 8, 9]], num_samples=2, max_len=20)
+    memory = draft_ngram.NgramDraft().begin(cast(Any, None), [[5, 6], [7, 8, 9]], num_samples=2, max_len=20)
     assert memory.length_B.tolist() == [2, 2, 3, 3]
     assert np.asarray(memory.token_BS)[:, :3].tolist() == [[5, 6, -1], [5, 6, -1], [7, 8, 9], [7, 8, 9]]
 

@@ -1,0 +1,106 @@
+"""What fits a target as a draft, and what is refused with one line."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import jdecode
+from jdecode import config, draft_arguments, drafts, sampling
+from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, verify
+from tests import tiny_model
+from tests.speculative import drafts_under_test
+
+CHAIN = sampling.standard_chain()
+
+
+def make(lm, draft, **options):
+    return drafts.make_speculation(lm, draft=draft, cache=config.CacheConfig(), num_rows=2, capacity=64, **options)
+
+
+def test_names_and_rules_stand_in_one_place():
+    assert draft_arguments.DRAFTS_WITHOUT_WEIGHTS == (drafts.NGRAM, drafts.LAYER_SKIP)
+    assert tuple(verify.RULES) == config.VERIFY_RULES
+
+
+def test_each_name_gives_its_draft():
+    lm = tiny_model.load("llama_gqa")
+    assert make(lm, None) is None
+    ngram, skip = make(lm, "ngram"), make(lm, "layer_skip")
+    assert ngram is not None and ngram.draft == draft_ngram.NgramDraft() and ngram.costs is not None
+    assert skip is not None and isinstance(skip.draft, draft_layer_skip.LayerSkipDraft)
+    assert skip.draft.model.config.layers == lm.config.layers[: max(1, lm.config.num_layers // 3)]
+    own = draft_ngram.NgramDraft(longest=5)
+    chosen = make(lm, own, adaptive_draft=False, num_draft_tokens=7, verify="coupled")
+    assert chosen is not None and chosen.draft is own and chosen.costs is None
+    assert chosen.num_draft_tokens == 7 and chosen.verify == verify.Coupled()
+
+
+def test_equal_speculations_share_their_step():
+    lm = tiny_model.load("mistral_w16")
+    first, second = (make(lm, drafts_under_test.noisy(lm), num_draft_tokens=3) for _ in range(2))
+    assert first is not None and second is not None
+    assert first.step(lm.model, CHAIN) == second.step(lm.model, sampling.standard_chain())
+    # A ring of the draft, too, must be able to take a block back.
+    assert isinstance(first.draft, draft_model.ModelDraft) and first.draft.cache.slack == 3
+
+
+def test_a_packaged_draft_fits_its_target_and_not_another():
+    target, draft = jdecode.load("gqa_small", dtype="float32"), jdecode.load("gqa_draft", dtype="float32")
+    assert make(target, draft) is not None
+    with pytest.raises(ValueError, match=r"draft: expected the target's tokens, got another string for id \d+ \("):
+        make(tiny_model.load_text(), draft)
+
+
+def test_without_tokenizers_the_sizes_decide():
+    shapes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+    }
+    layers = (config.LayerConfig(), config.LayerConfig())
+    target = tiny_model.make(vocab_size=50, layers=layers, **shapes)
+    assert make(target, tiny_model.make(vocab_size=50, layers=layers[:1], **shapes)) is not None
+    with pytest.raises(ValueError, match="draft: expected a model with the target's 50 tokens, got one with 60"):
+        make(target, tiny_model.make(vocab_size=60, layers=layers, **shapes))
+
+
+@pytest.mark.parametrize("padded", ["target", "draft"])
+def test_a_vocabulary_may_be_padded_on_either_side(padded):
+    lm = tiny_model.load_text()
+    assert lm.tokenizer is not None
+    shapes: dict[str, Any] = {
+        field: getattr(lm.config, field) for field in ("hidden_size", "intermediate_size", "num_heads")
+    }
+    shapes |= {"num_kv_heads": lm.config.num_kv_heads, "head_dim": lm.config.head_dim, "layers": lm.config.layers[:1]}
+    wide = tiny_model.make(vocab_size=lm.config.vocab_size + 12, **shapes)
+    wide = dataclasses.replace(wide, tokenizer=lm.tokenizer)
+    target, draft = (wide, lm) if padded == "target" else (lm, wide)
+    prompt = [5, 40, 41, 42, 40, 41]
+    plain = target.generate(prompt, max_new_tokens=20, ignore_eos=True)
+    result = target.generate(prompt, max_new_tokens=20, ignore_eos=True, draft=draft, adaptive_draft=False)
+    assert tiny_model.rows(result) == tiny_model.rows(plain)
+
+
+@pytest.mark.parametrize(
+    ("draft", "error", "message"),
+    [
+        ("bigram", TypeError, "draft: expected None, 'ngram', 'layer_skip' or a loaded language model, got 'bigram'"),
+        (7, TypeError, "draft: expected None, .* got 7"),
+        (draft_ngram.NgramDraft, TypeError, "draft: expected None, .* got <class"),
+    ],
+)
+def test_what_is_no_draft_is_refused(draft, error, message):
+    with pytest.raises(error, match=message):
+        make(tiny_model.load("llama_gqa"), draft)
+
+
+def test_layers_that_a_model_has_not_are_refused():
+    model = tiny_model.load("llama_gqa").model
+    most = model.config.num_layers - 1
+    assert draft_layer_skip.LayerSkipDraft.of(model, most).model.config.num_layers == most
+    for num_layers in (0, most + 1):
+        with pytest.raises(ValueError, match="draft layer_skip: expected"):
+            draft_layer_skip.LayerSkipDraft.of(model, num_layers)
