@@ -52,7 +52,7 @@ def test_the_product_is_that_of_the_rows(path, shape, num_tokens):
     assert packed is not None
     got = linear.product(jnp.asarray(x), packed, num_in_axes, "float32")
     in_axes = list(range(-num_in_axes, 0))
-    expected = np.tensordot(x.astype(np.float64), array.astype(np.float64), [in_axes, in_axes])
+    expected = np.tensordot(x.astype(np.float64), array.astype(np.float64), (in_axes, in_axes))
     assert got.shape == expected.shape
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
