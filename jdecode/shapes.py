@@ -23,6 +23,8 @@ P      pages
 Z      tokens a page
 E      experts
 ====== =========================================
+
+In ``speculative/``, G is the most tokens of a proposal and P = G + 1 the places of its block.
 """
 
 
