@@ -8,6 +8,7 @@ import pytest
 
 from jdecode import config, generation
 from jdecode.decode import loop, prefill
+from jdecode.models import panels
 from tests import tiny_model
 
 STEPS = [1, 3, 8, loop.ALL_TOKENS]
@@ -270,6 +271,7 @@ def with_nan(lm, path: tuple[str, str], row: int | None):
     """Returns the model with a matrix, or one row of it, of NaN."""
     module, name = path
     matrix = lm.params["params"][module][name]
+    matrix = matrix.rows() if isinstance(matrix, panels.Panels) else matrix
     broken = matrix.at[slice(None) if row is None else row].set(np.nan)
     changed = {**lm.params["params"], module: {name: broken}}
     return dataclasses.replace(lm, params={"params": changed})

@@ -42,9 +42,11 @@ def test_names():
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_of_the_config(name: str):
     run = config_file.load(name)
-    lm = load(name)
+    lm = jdecode.load(name, dtype="float32", weight_layout="rows")
     assert run.weights == name and run.architecture == lm.config
-    assert {leaf.dtype for leaf in jax.tree.leaves(lm.params)} == {np.dtype("float32")}  # on a CPU, unless asked
+    in_panels = jdecode.load(name)  # on a CPU float32, unless asked
+    assert {leaf.dtype for leaf in jax.tree.leaves(in_panels.params)} == {np.dtype("float32")}
+    assert in_panels.weight_bytes == lm.weight_bytes
     half = jdecode.load(name, dtype="bfloat16")
     for stored, loaded in zip(jax.tree.leaves(half.params), jax.tree.leaves(lm.params), strict=True):
         np.testing.assert_array_equal(np.asarray(stored, np.float32), loaded)  # bfloat16 is what is stored

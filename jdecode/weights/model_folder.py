@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdecode import config
-from jdecode.models import families, parameter_shapes
+from jdecode.models import families, panels, parameter_shapes
 from jdecode.weights import orbax_folder, parameter_tree, stored_tensor
 
 WriteWeights = Callable[[pathlib.Path, Mapping[str, Any]], None]
@@ -100,8 +100,9 @@ def config_values(model: config.ModelConfig) -> dict[str, Any]:
 
 
 def _checked(params: Mapping[str, Any], model: config.ModelConfig) -> dict[str, Any]:
-    """Flattens the parameters and compares paths, shapes and dtypes with the configuration."""
-    flat = parameter_tree.flat(params)
+    """Flattens the parameters, out of panels, and compares paths, shapes and dtypes with the configuration."""
+    leaves = parameter_tree.flat(params).items()
+    flat = {path: leaf.rows() if isinstance(leaf, panels.Panels) else leaf for path, leaf in leaves}
     shapes = parameter_shapes.parameter_shapes(model)
     if different := sorted(set(flat) ^ set(shapes)):
         state = "missing" if different[0] in shapes else "unknown"

@@ -79,7 +79,7 @@ def test_rows_that_want_different_numbers(needs_law: bool):
         expected = _chain_of(table_VV, latest[row], num)
         assert proposals.token_BG[row, :num].tolist() == expected
     # All are read but the last one.
-    assert num_read_B.tolist() == [1, 0, 3, 0, 2]
+    assert num_read_B.tolist() == [2, 0, 4, 1, 3]  # the latest token, and all proposals but the last
     assert (proposals.logits_BGV is not None) == needs_law
 
 
@@ -183,7 +183,7 @@ def test_rows_whose_logits_break_propose_no_more(temperature: float):
     assert proposals.token_BG[2].tolist() == [7, 8, 9, 10]
     assert proposals.token_BG[3, 0] == 5
     # The row that broke after its third token had read all three; a row that proposes no more reads no more.
-    assert num_read_B.tolist() == [3, 0, 3, 1, 1]
+    assert num_read_B.tolist() == [4, 1, 4, 2, 2]
     assert (np.asarray(proposals.token_BG) >= 0).all()
 
 
