@@ -100,7 +100,8 @@ def test_language_model_comes_with_its_tokenizer(tmp_path):
     again = jdecode.load(tmp_path / "m", dtype="float32")
     assert again.end_token_ids == (2,)
     assert again.encode("The rest né") == lm.encode("The rest né")
-    assert again.config == lm.config and same_bits(again.params, lm.params)
+    assert again.config == lm.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
 
 
 def test_over_a_mesh_and_back(tmp_path):
