@@ -56,7 +56,7 @@ def settings(arguments: argparse.Namespace, base: config.SpeculativeConfig) -> c
     }
     given = {name: value for name, value in flags.items() if value is not None}
     if draft is None and given:
-        shown = {"adaptive": "--adaptive-draft"}
+        shown = {"adaptive": "--adaptive-draft" if arguments.adaptive_draft else "--no-adaptive-draft"}
         name = next(iter(given))
         flag = shown.get(name, f"--{name.replace('_', '-')}")
         raise ValueError(f"{flag}: acts on a draft, and there is none; add --draft, or leave it out")

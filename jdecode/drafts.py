@@ -56,8 +56,12 @@ def make_speculation(
     num_draft_tokens = request_lib.count(
         "num_draft_tokens", num_draft_tokens, least=1, most=config_lib.MOST_DRAFT_TOKENS
     )
-    if verify not in verify_lib.RULES:
+    if not isinstance(verify, str) or verify not in verify_lib.RULES:
         raise ValueError(f"verify: expected one of {', '.join(verify_lib.RULES)}, got {verify!r}")
+    if not isinstance(adaptive_draft, bool):  # a text such as "no" would count as true
+        raise TypeError(f"adaptive_draft: expected True or False, got {adaptive_draft!r}")
+    if not isinstance(cache, config_lib.CacheConfig):
+        raise TypeError(f"cache: expected a CacheConfig, got {type(cache).__name__}")
     if draft is None:
         return None
     chosen, params = _chosen(target, draft, speculation.with_slack(cache, num_draft_tokens))
@@ -79,9 +83,9 @@ def _chosen(
     """Returns the draft and its parameters."""
     from jdecode import language_model
 
-    if draft == NGRAM:
+    if isinstance(draft, str) and draft == NGRAM:  # an array would compare element by element
         return draft_ngram.NgramDraft(), ()
-    if draft == LAYER_SKIP:
+    if isinstance(draft, str) and draft == LAYER_SKIP:
         return draft_layer_skip.LayerSkipDraft.of(target.model), ()
     if isinstance(draft, language_model.LanguageModel):
         _check_vocabulary(target, draft)

@@ -139,6 +139,11 @@ class TextStream:
         self.result: GenerateResult | None = None
         # All that can be refused is refused here, before anything is computed.
         prefill.check_room(cache, [len(prompt) + request.max_new_tokens for prompt in request.prompts])
+        if speculation is not None and cache.max_rollback < speculation.num_draft_tokens:
+            raise ValueError(
+                f"cache: expected one that can take back {speculation.num_draft_tokens} draft tokens, got one that "
+                f"takes back {cache.max_rollback}; give its rings more slack"
+            )
         held = history or [()] * len(request.prompts)
         self._whole_prompts = [[*before, *prompt] for before, prompt in zip(held, request.prompts, strict=True)]
         longest = max(len(ids) for ids in self._whole_prompts) + request.max_new_tokens

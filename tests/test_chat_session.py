@@ -8,6 +8,7 @@ import pytest
 from jdecode import config, language_model
 from jdecode.decode import prefill
 from tests import tiny_model
+from tests.speculative import drafts_under_test
 
 # Digits are bytes of their own in this vocabulary (ids 51 to 60), so a reply of digits reads back as the same tokens.
 DIGITS = config.SamplingConfig(temperature=1.0, seed=9, allowed_token_ids=tuple(range(51, 61)))
@@ -270,3 +271,33 @@ def test_reply_of_a_forgotten_conversation_does_not_bring_it_back():
     with pytest.raises(ValueError, match=r"^reply: expected to be read before the next turn or reset"):
         list(reply)
     assert session.messages == []
+
+
+@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+def test_with_a_draft_cuts_count_from_the_longest_text_too(fed, kind):
+    base = model_with_rings()
+    lm = Scripted(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+    sampling = config.SamplingConfig(temperature=0.8, seed=3)
+    # At its longest a ring of 8 + 20 slots held 63 tokens and 4 proposals: 21 of these 67 can be taken back.
+    session = lm.chat_session(
+        capacity=200,
+        sampling=sampling,
+        cache=config.CacheConfig(slack=20),
+        draft=drafts_under_test.make(kind, base),
+        num_draft_tokens=4,
+        verify="coupled",
+        adaptive_draft=False,
+    )
+    first = [3 + position % 7 for position in range(60)]
+    scripts = (first, [*first[:47], 100, 101], [*first[:46], 100, 101, 102], [*first[:45], 200, 201])
+    read = []
+    for ids in scripts:
+        fed.clear()
+        reply = session.send(" ".join(map(str, ids)), max_new_tokens=4)
+        assert sum(len(chunk.token_ids) for chunk in reply) == 4
+        read.append(len(fed[0][0]))
+        plain = base.generate([ids], max_new_tokens=4, capacity=200, sampling=sampling)
+        assert reply.result is not None
+        assert tiny_model.rows(reply.result) == tiny_model.rows(plain)
+        assert reply.result.stats["target_calls"] > 0
+    assert read == [60, 2, 3, 47]

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 import jdecode
-from jdecode import config, draft_arguments, drafts, sampling
+from jdecode import config, draft_arguments, drafts, generation, sampling
+from jdecode import request as request_lib
+from jdecode.parallel import device_memory
+from jdecode.parallel import mesh as mesh_lib
 from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, verify
 from tests import tiny_model
 from tests.speculative import drafts_under_test
@@ -95,6 +98,47 @@ def test_a_vocabulary_may_be_padded_on_either_side(padded):
 def test_what_is_no_draft_is_refused(draft, error, message):
     with pytest.raises(error, match=message):
         make(tiny_model.load("llama_gqa"), draft)
+
+
+def test_a_draft_on_other_devices_is_refused():
+    lm = tiny_model.load("llama_gqa")
+    elsewhere = dataclasses.replace(lm, mesh=mesh_lib.make_mesh(config.MeshConfig()))
+    with pytest.raises(ValueError, match="draft: expected a model on the target's devices, got another mesh"):
+        make(lm, elsewhere)
+    assert make(elsewhere, elsewhere) is not None
+
+
+def test_a_draft_whose_cache_fits_nowhere_is_refused(monkeypatch):
+    lm = tiny_model.load("llama_gqa")
+    monkeypatch.setattr(device_memory, "total_bytes", lambda mesh: 10_000)
+    with pytest.raises(ValueError, match=r"memory: .* for the draft's cache of 2 rows x 64 slots"):
+        make(lm, lm)
+    assert make(lm, "ngram") is not None
+
+
+@pytest.mark.parametrize("slack", [0, 2, 3])
+def test_a_cache_that_cannot_take_a_block_back_is_refused(slack):
+    lm = tiny_model.load("mistral_w16")
+    request = request_lib.resolve(
+        [[5, 6]],
+        vocab_size=lm.config.vocab_size,
+        tokenizer=None,
+        end_token_ids=(),
+        max_new_tokens=4,
+        sampling=config.SamplingConfig(),
+        steps_per_look=8,
+    )
+
+    def stream():
+        cache = lm.init_cache(batch_size=1, capacity=64, cache=config.CacheConfig(slack=slack))
+        speculation = make(lm, "ngram", num_draft_tokens=4)
+        return generation.TextStream(lm.model, lm.params, None, request, cache, speculation=speculation)
+
+    if slack == 3:  # a ring of W + 3 slots can take 4 tokens back
+        assert stream().result is None
+        return
+    with pytest.raises(ValueError, match=rf"cache: expected one that can take back 4 draft tokens, .* {slack + 1};"):
+        stream()
 
 
 def test_layers_that_a_model_has_not_are_refused():

@@ -212,7 +212,8 @@ BAD_FLAGS = [
     ("--kv-dtype float99", "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'float99'"),
     ("--verify coupled", "--verify: acts on a draft, and there is none; add --draft, or leave it out"),
     ("--num-draft-tokens 4", "--num-draft-tokens: acts on a draft, and there is none; add --draft, or leave it out"),
-    ("--no-adaptive-draft --draft none", "--adaptive-draft: acts on a draft, and there is none; add --draft, or leave"),
+    ("--adaptive-draft", "--adaptive-draft: acts on a draft, and there is none; add --draft, or leave it out"),
+    ("--no-adaptive-draft --draft none", "--no-adaptive-draft: acts on a draft, and there is none; add --draft, or"),
     (
         "--draft ngram --num-draft-tokens 0",
         "argument --num-draft-tokens: expected a whole number from 1 to 64, got '0'",

@@ -200,6 +200,10 @@ ONE = [[5, 6]]
         ),
         (ONE, {"num_draft_tokens": 65}, "num_draft_tokens: expected a whole number from 1 to 64, got 65"),
         (ONE, {"verify": "exact"}, "verify: expected one of rejection, coupled, got 'exact'"),
+        (ONE, {"verify": ["coupled"]}, r"verify: expected one of rejection, coupled, got \['coupled'\]"),
+        (ONE, {"draft": np.zeros(3)}, "draft: expected None, .* got array"),
+        (ONE, {"draft": "ngram", "adaptive_draft": "no"}, "adaptive_draft: expected True or False, got 'no'"),
+        (ONE, {"draft": "ngram", "cache": "full"}, "cache: expected a CacheConfig, got str"),
     ],
 )
 def test_refusals_are_one_line(monkeypatch, prompts, options, message):
