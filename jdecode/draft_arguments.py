@@ -70,14 +70,16 @@ def drafting(chosen: command_line.Settings, own: config.SpeculativeConfig) -> "d
       ValueError, FileNotFoundError: the draft's weights cannot be read.
     """
     draft: Any = own.draft
-    if draft is not None and draft not in DRAFTS_WITHOUT_WEIGHTS:
+    if draft is None:
+        return {}
+    if draft not in DRAFTS_WITHOUT_WEIGHTS:
         from jdecode import language_model  # late: it imports jax
 
         mesh_config = None if chosen.run.mesh == config.MeshConfig() else chosen.run.mesh
         try:
             draft = language_model.load(draft, dtype=chosen.weight_dtype, mesh=mesh_config)
         except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"--draft: {error}") from None
+            raise type(error)(f"--draft: {error}; or give {' or '.join(DRAFTS_WITHOUT_WEIGHTS)}") from None
     return {
         "draft": draft,
         "num_draft_tokens": own.num_draft_tokens,

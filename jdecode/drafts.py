@@ -63,6 +63,10 @@ def make_speculation(
     if not isinstance(cache, config_lib.CacheConfig):
         raise TypeError(f"cache: expected a CacheConfig, got {type(cache).__name__}")
     if draft is None:
+        if (num_draft_tokens, verify, adaptive_draft) != (DEFAULT.num_draft_tokens, DEFAULT.verify, DEFAULT.adaptive):
+            raise ValueError(
+                "num_draft_tokens, verify, adaptive_draft: act on a draft, and there is none; give one, or leave these"
+            )
         return None
     chosen, params = _chosen(target, draft, speculation.with_slack(cache, num_draft_tokens))
     if isinstance(chosen, draft_model.ModelDraft):

@@ -199,6 +199,8 @@ ONE = [[5, 6]]
             "num_draft_tokens: expected a whole number from 1 to 64, got 0",
         ),
         (ONE, {"num_draft_tokens": 65}, "num_draft_tokens: expected a whole number from 1 to 64, got 65"),
+        (ONE, {"verify": "coupled"}, "num_draft_tokens, verify, adaptive_draft: act on a draft, and there is none"),
+        (ONE, {"adaptive_draft": False}, "num_draft_tokens, verify, adaptive_draft: act on a draft, and there is none"),
         (ONE, {"verify": "exact"}, "verify: expected one of rejection, coupled, got 'exact'"),
         (ONE, {"verify": ["coupled"]}, r"verify: expected one of rejection, coupled, got \['coupled'\]"),
         (ONE, {"draft": np.zeros(3)}, "draft: expected None, .* got array"),
