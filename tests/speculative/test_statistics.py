@@ -52,6 +52,8 @@ def test_two_of_three_and_then_one_at_which_the_row_ends():
         "target_places": 8,
         "acceptance_rate": 0.5,
         "acceptance_by_place": [1.0, 1.0, 0.0],
+        "tested": 4,
+        "tested_by_place": [2, 1, 1],
     }
 
 
@@ -101,6 +103,7 @@ def test_no_drafts_is_a_rate_of_zero():
     state = _round(_begin([7, 4], [1, 1], [NO_STOP, NO_STOP]), [8, 9, 10])
     assert state.decode.num_new_B.tolist() == [1, 1] and state.decode.tokens_BM[:, 0].tolist() == [8, 5]
     nothing = {"drafted": 0, "accepted": 0, "acceptance_rate": 0.0, "acceptance_by_place": [None, None, None]}
+    nothing |= {"tested": 0, "tested_by_place": [0, 0, 0]}
     assert statistics.summary(state.drafting.counts) == {**nothing, "target_calls": 1, "target_places": 1}
     assert statistics.summary(statistics.no_counts(2, 3)) == {**nothing, "target_calls": 0, "target_places": 0}
 
