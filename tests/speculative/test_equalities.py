@@ -32,9 +32,9 @@ def ragged(lm, num_rows: int) -> list[list[int]]:
     return rows
 
 
-def check_equal(lm, prompts, draft, num_draft_tokens, *, adaptive: bool, **options):
+def check_equal(lm, prompts, draft, num_draft_tokens, *, adaptive: bool, rule: str = "rejection", **options):
     plain = lm.generate(prompts, max_new_tokens=NUM_NEW, logprobs=2, **options)
-    speculation = {"draft": draft, "num_draft_tokens": num_draft_tokens, "adaptive_draft": adaptive}
+    speculation = {"draft": draft, "num_draft_tokens": num_draft_tokens, "verify": rule, "adaptive_draft": adaptive}
     result = lm.generate(prompts, max_new_tokens=NUM_NEW, logprobs=2, **speculation, **options)
     assert tiny_model.rows(result) == tiny_model.rows(plain)
     assert result.finish_reasons == plain.finish_reasons
@@ -72,7 +72,7 @@ def test_coupled_writes_the_text_of_every_seed(kind):
     ]
     prompts = ragged(lm, 5) * 10
     draft = drafts_under_test.make(kind, lm)
-    result = check_equal(lm, prompts, draft, 4, adaptive=False, sampling=sampling, verify="coupled")
+    result = check_equal(lm, prompts, draft, 4, adaptive=False, sampling=sampling, rule="coupled")
     # The test means something only where texts differ and proposals are accepted and refused.
     assert len({tuple(row) for row in tiny_model.rows(result)}) == 50
     if kind == "model":
