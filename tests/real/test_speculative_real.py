@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import pytest
 
 import jdecode
@@ -11,6 +12,13 @@ from tests.real import golden_case
 from tests.speculative import drafts_under_test
 
 NUM_NEW = 40
+
+
+@pytest.fixture(autouse=True)
+def forget_each_program():
+    """Drops the programs of each test: all of this module's together would take more memory maps than a process has."""
+    yield
+    jax.clear_caches()
 
 
 def check(lm: language_model.LanguageModel, prompts: list[list[int]], draft, num_draft_tokens: int, **options) -> None:

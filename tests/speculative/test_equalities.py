@@ -1,5 +1,6 @@
 """With a draft the text is what it is without: greedy under both rules, and drawn under ``coupled``."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,6 +21,13 @@ PENALISED = config.SamplingConfig(
     no_repeat_ngram_size=3,
     min_new_tokens=5,
 )
+
+
+@pytest.fixture(autouse=True)
+def forget_each_program():
+    """Drops the programs of each test: all of this module's together would take more memory maps than a process has."""
+    yield
+    jax.clear_caches()
 
 
 def ragged(lm, num_rows: int) -> list[list[int]]:
