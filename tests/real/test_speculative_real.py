@@ -53,7 +53,7 @@ def test_gqa_small(kind, num_draft_tokens):
 def test_smollm2(smollm2_gguf, kind):
     lm = jdecode.load(smollm2_gguf, dtype="float32")
     cases = golden_case.cases("smollm2")
-    prompts = [cases[name]["input_ids"] for name in ("long_300", "code_python")] + [[1, 2], [5]]
+    prompts = [cases[name]["input_ids"] for name in ("long_600", "code_python")] + [[1, 2], [5]]
     draft = drafts_under_test.noisy(lm, 0.05) if kind == "model" else kind
     check(lm, prompts, draft, 4)
 
