@@ -61,16 +61,6 @@ def test_greedy_is_plain_greedy(name, kind):
     check_equal(lm, ragged(lm, 4), drafts_under_test.make(kind, lm), 3, adaptive=name == "gemma3_text")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_draft_tokens", range(1, 9))
-@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
-def test_greedy_is_plain_greedy_for_every_block_length(kind, num_draft_tokens):
-    for name in ("llama_gqa", "mistral_w16"):
-        lm = tiny_model.load(name)
-        for adaptive in (False, True):
-            check_equal(lm, ragged(lm, 4), drafts_under_test.make(kind, lm), num_draft_tokens, adaptive=adaptive)
-
-
 @pytest.mark.parametrize("kind", drafts_under_test.KINDS)
 def test_coupled_writes_the_text_of_every_seed(kind):
     # The seeds are rows: 25 with the filters alone and 25 with penalties, each with its own prompt.
