@@ -53,7 +53,7 @@ class ChatSession:
         sampling: config_lib.SamplingConfig,
         cache: config_lib.CacheConfig,
         capacity: int | None,
-        **drafting: Unpack[drafts.Options],
+        **drafting: Unpack[request_lib.DraftOptions],
     ) -> None:
         self._lm, self._system, self._sampling, self._cache_config = lm, system, sampling, cache
         self._capacity = min(lm.config.max_positions, DEFAULT_CAPACITY)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jdecode import command_line, config
 
 if TYPE_CHECKING:
-    from jdecode import drafts
+    from jdecode import request
 
 NO_DRAFT = "none"
 # Those of jdecode.drafts, which imports jax; a test holds them together.
@@ -63,7 +63,7 @@ def settings(arguments: argparse.Namespace, base: config.SpeculativeConfig) -> c
     return dataclasses.replace(base, draft=draft, **given)
 
 
-def drafting(chosen: command_line.Settings, own: config.SpeculativeConfig) -> "drafts.Options":
+def drafting(chosen: command_line.Settings, own: config.SpeculativeConfig) -> "request.DraftOptions":
     """Returns the options of ``LanguageModel.stream`` about the draft, which is loaded where it is a model.
 
     Raises:

@@ -1,6 +1,6 @@
 """From what a caller names as a draft to a ``Speculation`` that fits the target."""
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -18,15 +18,6 @@ DEFAULT = config_lib.SpeculativeConfig()
 
 NGRAM, LAYER_SKIP = "ngram", "layer_skip"
 """Drafts without weights of their own, by name."""
-
-
-class Options(TypedDict, total=False):
-    """The options of speculative decoding; see ``LanguageModel.stream``."""
-
-    draft: Any
-    num_draft_tokens: int
-    verify: str
-    adaptive_draft: bool
 
 
 def make_speculation(

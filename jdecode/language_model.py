@@ -227,7 +227,7 @@ class LanguageModel:
         sampling: config_lib.SamplingConfig = config_lib.SamplingConfig(),
         cache: config_lib.CacheConfig = config_lib.CacheConfig(),
         capacity: int | None = None,
-        **drafting: Unpack[drafts.Options],
+        **drafting: Unpack[request_lib.DraftOptions],
     ) -> chat_session.ChatSession:
         """Starts a conversation that keeps its cache between turns.
 

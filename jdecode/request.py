@@ -20,7 +20,16 @@ MOST_NEW_TOKENS = 2**24
 """The longest output of one request: its buffer is allocated before the first token."""
 
 
-class Options(TypedDict, total=False):
+class DraftOptions(TypedDict, total=False):
+    """The options of speculative decoding; see ``LanguageModel.stream``."""
+
+    draft: Any
+    num_draft_tokens: int
+    verify: str
+    adaptive_draft: bool
+
+
+class Options(DraftOptions, total=False):
     """The options of ``LanguageModel.stream`` and ``LanguageModel.generate``; see the former."""
 
     max_new_tokens: int
@@ -34,10 +43,6 @@ class Options(TypedDict, total=False):
     cache: config_lib.CacheConfig
     capacity: int | None
     lengths: Sequence[int] | np.ndarray | None
-    draft: Any
-    num_draft_tokens: int
-    verify: str
-    adaptive_draft: bool
     steps_per_look: int
 
 

@@ -13,6 +13,7 @@ import tqdm
 
 from jdecode import config as config_lib
 from jdecode import drafts, language_model, step_cost
+from jdecode import request as request_lib
 from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, speed_up
 from jdecode.speculative import speculation as speculation_lib
 
@@ -61,7 +62,7 @@ class Plan:
 
     def generate(self, gamma: int, is_adaptive: bool, idx: int) -> Mapping[str, Any]:
         """Writes a text, plainly where ``gamma`` is 0, and returns its statistics."""
-        drafting: drafts.Options = {}
+        drafting: request_lib.DraftOptions = {}
         if gamma:
             drafting = {
                 "draft": self.draft,

@@ -117,6 +117,6 @@ def fresh_cache(lm: language_model.LanguageModel, ids: list[int], slack: int) ->
     return prefill.prefill(lm.model, lm.params, [ids], cache)[0]
 
 
-def leaves(tree: Any) -> int:
-    """Counts the bytes of a tree of shapes."""
+def num_bytes(tree: Any) -> int:
+    """Counts the bytes of a tree of arrays."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

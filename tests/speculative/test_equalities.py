@@ -8,7 +8,7 @@ from jdecode import config
 from tests import tiny_model
 from tests.speculative import drafts_under_test
 
-# name: capacity and layout. mistral_w16 has rings of 16 slots and the slack: texts of 90 tokens go round five times.
+# mistral_w16 has rings of 16 slots and the slack: a prompt and 60 new tokens are over three windows.
 MODELS = ("llama_gqa", "mistral_w16", "gemma3_text")
 NUM_NEW = 60
 SAMPLED = config.SamplingConfig(temperature=0.8, top_p=0.95)
