@@ -2,8 +2,8 @@
 
 A block of P places belongs to each row: place i is the i-th token that the step may emit. What is drawn for a place
 holds only if every place before it was emitted and left the row running. So a chain of transforms is asked, at each
-place, with the state that it has after the places before; ``sampler_places`` makes these states, ``process`` applies
-the chain to all places at once, and ``commit`` writes what is really emitted.
+place, with the state that it has after the places before: ``process`` applies it to all places at once, and ``commit``
+writes what is really emitted.
 """
 
 import dataclasses
@@ -25,50 +25,38 @@ def emit(chain: sampling.Transform, state: state_lib.DecodeState, logits_BV: jax
       state: its cache holds everything that the logits have seen.
       logits_BV: float32, the model's own.
     """
-    samplers = jax.tree.map(lambda leaf: leaf[:, None], state.sampler)
-    processed_BPV = process(chain, samplers, logits_BV[:, None])
+    processed_BV = chain.apply(logits_BV, state.sampler)
     # Where the drawn token will stand: the key of a draw is addressed by it.
-    token_B = draw.draw(processed_BPV[:, 0], state.key_B, state.cache.length_B, state.is_random_B)
+    token_B = draw.draw(processed_BV, state.key_B, state.cache.length_B, state.is_random_B)
     num_open_B = jnp.ones_like(state.num_new_B)
-    return commit(chain, state, samplers, token_B[:, None], num_open_B, logits_BV[:, None])[0]
+    return commit(chain, state, token_B[:, None], num_open_B, logits_BV[:, None])[0]
 
 
-def sampler_places(chain: sampling.Transform, sampler: Any, proposal_BG: jax.Array) -> Any:
-    """Returns the states of ``chain`` at the P = G + 1 places of a block, as one tree of leaves (B, P, ...).
+def process(chain: sampling.Transform, sampler: Any, proposal_BG: jax.Array, logits_BPV: jax.Array) -> jax.Array:
+    """Applies the chain at each of the P = G + 1 places of a block, as it stands after the proposals before the place.
 
     Args:
       chain: static.
-      sampler: the state before the first place.
+      sampler: its state before the first place.
       proposal_BG: int32, the tokens that stand at the first G places if all of them are accepted.
-    """
-    is_live_B = jnp.ones(proposal_BG.shape[0], bool)
-    places = [sampler]
-    for place in range(proposal_BG.shape[1]):
-        places.append(chain.accept(places[-1], proposal_BG[:, place], is_live_B))
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *places)
-
-
-def process(chain: sampling.Transform, samplers: Any, logits_BPV: jax.Array) -> jax.Array:
-    """Applies the chain at every place of a block.
-
-    Args:
-      chain: static.
-      samplers: of ``sampler_places``.
-      logits_BPV: float32, the model's own; those of place i have seen the places before it.
+      logits_BPV: float32, the model's own; those of place i have seen the i proposals before it.
 
     Returns:
       float32 (B, P, V).
     """
     B, P, V = logits_BPV.shape
+    is_live_B = jnp.ones(B, bool)
+    places = [sampler]
+    for place in range(P - 1):
+        places.append(chain.accept(places[-1], proposal_BG[:, place], is_live_B))
     # A transform treats rows alone, so the places of a block may be rows of a larger batch.
-    flat = jax.tree.map(lambda leaf: leaf.reshape(B * P, *leaf.shape[2:]), samplers)
-    return chain.apply(logits_BPV.reshape(B * P, V), flat).reshape(B, P, V)
+    rows = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1).reshape(B * P, *leaves[0].shape[1:]), *places)
+    return chain.apply(logits_BPV.reshape(B * P, V), rows).reshape(B, P, V)
 
 
 def commit(
     chain: sampling.Transform,
     state: state_lib.DecodeState,
-    samplers: Any,
     token_BP: jax.Array,
     num_open_B: jax.Array,
     logits_BPV: jax.Array,
@@ -78,7 +66,6 @@ def commit(
     Args:
       chain: static.
       state: the rows before the block. Its cache is left as it is.
-      samplers: of ``sampler_places``.
       token_BP: int32, what stands at each place, or ``INVALID_TOKEN``, which ends the row with an error.
       num_open_B: int32, how many places of a row hold a token that follows from those before, at least 1.
       logits_BPV: float32, the model's own, for the log-probabilities.
@@ -97,7 +84,9 @@ def commit(
     is_emitted_BP = is_reached_BP & is_valid_BP
     last_B1 = jnp.maximum(jnp.sum(is_reached_BP, axis=1, keepdims=True) - 1, 0)  # the last place that was reached
     num_emitted_B = jnp.sum(is_emitted_BP, axis=1)
-    last_token_B, is_last_emitted_B = _at(token_BP, last_B1), _at(is_emitted_BP, last_B1)
+    sampler = state.sampler
+    for place in range(P):
+        sampler = chain.accept(sampler, token_BP[:, place], is_emitted_BP[:, place])
     # Past the end of the buffer, and distinct: what is not emitted is dropped.
     slot_BP = jnp.where(is_emitted_BP, state.num_new_B[:, None] + place_1P, state.tokens_BM.shape[1] + place_1P)
     after = dataclasses.replace(
@@ -106,7 +95,7 @@ def commit(
         tokens_BM=_put(state.tokens_BM, slot_BP, token_BP),
         num_new_B=state.num_new_B + num_emitted_B,
         status_B=jnp.where(is_live_B, _at(status_BP, last_B1), state.status_B),
-        sampler=chain.accept(_at_place(samplers, last_B1), last_token_B, is_last_emitted_B),
+        sampler=sampler,
         scores=_record_scores(state.scores, slot_BP, token_BP, logits_BPV),
     )
     return after, num_emitted_B
@@ -124,13 +113,6 @@ def _status(
 
 def _at(values_BP: jax.Array, place_B1: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values_BP, place_B1, axis=1)[:, 0]
-
-
-def _at_place(samplers: Any, place_B1: jax.Array) -> Any:
-    """Takes one place a row out of a tree of leaves (B, P, ...)."""
-    if all(leaf.shape[1] == 1 for leaf in jax.tree.leaves(samplers)):
-        return jax.tree.map(lambda leaf: leaf[:, 0], samplers)  # no gather: the plain step writes in place
-    return jax.tree.map(lambda leaf: jax.vmap(lambda row, place: row[place])(leaf, place_B1[:, 0]), samplers)
 
 
 def _put(buffer: jax.Array, slot_BP: jax.Array, values: jax.Array) -> jax.Array:

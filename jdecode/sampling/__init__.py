@@ -15,7 +15,7 @@ from jdecode.sampling.draw import (
 )
 from jdecode.sampling.masks import LogitBias, MinNewTokens, PermittedTokens
 from jdecode.sampling.penalties import NoRepeatNgram, TokenPenalties
-from jdecode.sampling.protocol import PADDING_ID, SamplingParams, Transform
+from jdecode.sampling.protocol import PADDING_ID, SamplingParams, SkippableTransform, Transform
 from jdecode.sampling.standard import params_from_configs, standard_chain
 from jdecode.sampling.temperature import Temperature, is_random
 from jdecode.sampling.truncation import MinP, TopK, TopP, TypicalP
@@ -34,6 +34,7 @@ __all__ = [
     "NoRepeatNgram",
     "PermittedTokens",
     "SamplingParams",
+    "SkippableTransform",
     "Temperature",
     "TokenPenalties",
     "TopK",

@@ -107,6 +107,12 @@ def draw(
         return jnp.where(is_valid_B, selection.first_argmax(score_BV), INVALID_TOKEN)
 
 
+def argmax(logits_BV: jax.Array) -> jax.Array:
+    """Returns what ``draw`` takes in a row that is not random, int32 [B]; the logits are float32."""
+    is_valid_B = jnp.isfinite(jnp.max(logits_BV, axis=-1))
+    return jnp.where(is_valid_B, selection.first_argmax(logits_BV), INVALID_TOKEN)
+
+
 def _gumbel(bits: jax.Array) -> jax.Array:
     """Turns uniform uint32 into standard Gumbel noise, float32, with an upper tail fine enough for long vocabularies.
 

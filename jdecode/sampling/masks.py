@@ -41,15 +41,19 @@ class LogitBias:
         del batch, vocab
         return LogitBiasState(ids_BX=params.bias_ids_BX, values_BX=params.bias_values_BX)
 
+    def used(self, state: LogitBiasState) -> jax.Array:
+        """Says which rows name an id."""
+        return jnp.any(state.ids_BX != protocol.PADDING_ID, axis=-1)
+
     def apply(self, logits_BV: jax.Array, state: LogitBiasState) -> jax.Array:
         """Returns the logits with the values added."""
-        batch, vocab = logits_BV.shape
+        batch = logits_BV.shape[0]
 
         def add(logits_BV: jax.Array) -> jax.Array:
             at = logits_BV.at[jnp.arange(batch)[:, None], state.ids_BX]
             return at.add(state.values_BX, mode="drop", wrap_negative_indices=False)
 
-        return lax.cond(jnp.any(state.ids_BX < vocab), add, lambda logits_BV: logits_BV, logits_BV)
+        return lax.cond(jnp.any(self.used(state)), add, lambda logits_BV: logits_BV, logits_BV)
 
     def accept(self, state: LogitBiasState, token_B: jax.Array, live_B: jax.Array) -> LogitBiasState:
         """Returns the state as it is."""
@@ -80,10 +84,14 @@ class PermittedTokens:
         permitted_BV = (allowed_BV | ~limits_B1) & ~mark_ids(params.banned_ids_BX, batch, vocab)
         return PermittedTokensState(permitted_BV=permitted_BV, is_used_B=~jnp.all(permitted_BV, axis=-1))
 
+    def used(self, state: PermittedTokensState) -> jax.Array:
+        """Says which rows forbid a token."""
+        return state.is_used_B
+
     def apply(self, logits_BV: jax.Array, state: PermittedTokensState) -> jax.Array:
         """Returns the logits, -inf where not permitted."""
         return lax.cond(
-            jnp.any(state.is_used_B),
+            jnp.any(self.used(state)),
             lambda logits_BV: jnp.where(state.permitted_BV, logits_BV, -jnp.inf),
             lambda logits_BV: logits_BV,
             logits_BV,
@@ -116,10 +124,14 @@ class MinNewTokens:
         del batch, vocab
         return MinNewTokensState(stop_ids_BX=params.stop_ids_BX, num_missing_B=params.min_new_tokens_B)
 
+    def used(self, state: MinNewTokensState) -> jax.Array:
+        """Says which rows are too short."""
+        return state.num_missing_B > 0
+
     def apply(self, logits_BV: jax.Array, state: MinNewTokensState) -> jax.Array:
         """Returns the logits, -inf at stop ids in rows that are too short."""
         batch, vocab = logits_BV.shape
-        is_short_B = state.num_missing_B > 0
+        is_short_B = self.used(state)
 
         def hold_back(logits_BV: jax.Array) -> jax.Array:
             return ban(logits_BV, mark_ids(state.stop_ids_BX, batch, vocab) & is_short_B[:, None])

@@ -47,6 +47,10 @@ class TokenPenalties:
             in_prompt_BV=masks.mark_ids(_prompt(params), batch, vocab),
         )
 
+    def used(self, state: TokenPenaltiesState) -> jax.Array:
+        """Says which rows have a penalty."""
+        return (state.repetition_B != 1) | (state.presence_B != 0) | (state.frequency_B != 0)
+
     def apply(self, logits_BV: jax.Array, state: TokenPenaltiesState) -> jax.Array:
         """Returns the lowered logits."""
         repetition_B1 = state.repetition_B[:, None]
@@ -102,6 +106,10 @@ class NoRepeatNgram:
             history_len_B=params.prompt_len_B,
         )
 
+    def used(self, state: NoRepeatNgramState) -> jax.Array:
+        """Says which rows have an n."""
+        return state.size_B > 0
+
     def apply(self, logits_BV: jax.Array, state: NoRepeatNgramState) -> jax.Array:
         """Returns the logits, -inf at tokens that would repeat an n-gram."""
         batch, vocab = logits_BV.shape
@@ -111,7 +119,7 @@ class NoRepeatNgram:
             ids_BS = jnp.where(ends_BS, state.history_BS, protocol.PADDING_ID)
             return masks.ban(logits_BV, masks.mark_ids(ids_BS, batch, vocab))
 
-        return lax.cond(jnp.any(state.size_B > 0), ban_repeats, lambda logits_BV: logits_BV, logits_BV)
+        return lax.cond(jnp.any(self.used(state)), ban_repeats, lambda logits_BV: logits_BV, logits_BV)
 
     def accept(self, state: NoRepeatNgramState, token_B: jax.Array, live_B: jax.Array) -> NoRepeatNgramState:
         """Appends the token of each live row; what is no token is dropped."""

@@ -82,3 +82,12 @@ class Transform(Protocol):
     def accept(self, state: Any, token_B: jax.Array, live_B: jax.Array) -> Any:
         """Returns the state after ``token_B`` (int32) was emitted; rows with ``live_B`` False keep theirs."""
         ...
+
+
+@runtime_checkable
+class SkippableTransform(Transform, Protocol):
+    """Says by itself which rows it changes; a chain skips such neighbours together while no row uses any of them."""
+
+    def used(self, state: Any) -> jax.Array:
+        """Returns bool [B]; a row without it comes out of ``apply`` as it went in."""
+        ...

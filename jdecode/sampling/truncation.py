@@ -22,9 +22,13 @@ class TopK:
         del batch, vocab
         return params.top_k_B
 
+    def used(self, state: jax.Array) -> jax.Array:
+        """Says which rows cut their tail."""
+        return state > 0
+
     def apply(self, logits_BV: jax.Array, state: jax.Array) -> jax.Array:
         """Returns the logits, -inf where dropped."""
-        is_used_B = (state > 0) & (state < logits_BV.shape[-1])
+        is_used_B = self.used(state) & (state < logits_BV.shape[-1])
 
         def cut(logits_BV: jax.Array) -> jax.Array:
             kept_BV = selection.keep_leading(logits_BV, None, jnp.maximum(state, 1))
@@ -52,9 +56,13 @@ class TopP:
         del batch, vocab
         return params.top_p_B
 
+    def used(self, state: jax.Array) -> jax.Array:
+        """Says which rows cut their tail."""
+        return state < 1
+
     def apply(self, logits_BV: jax.Array, state: jax.Array) -> jax.Array:
         """Returns the logits, -inf where dropped."""
-        is_used_B = state < 1
+        is_used_B = self.used(state)
 
         def cut(logits_BV: jax.Array) -> jax.Array:
             mass_BV, total_B = selection.probability_masses(logits_BV)
@@ -81,9 +89,13 @@ class MinP:
         del batch, vocab
         return params.min_p_B
 
+    def used(self, state: jax.Array) -> jax.Array:
+        """Says which rows cut their tail."""
+        return state > 0
+
     def apply(self, logits_BV: jax.Array, state: jax.Array) -> jax.Array:
         """Returns the logits, -inf where dropped."""
-        is_used_B = state > 0
+        is_used_B = self.used(state)
 
         def cut(logits_BV: jax.Array) -> jax.Array:
             ratio_BV = jnp.exp(logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True))
@@ -111,9 +123,13 @@ class TypicalP:
         del batch, vocab
         return params.typical_p_B
 
+    def used(self, state: jax.Array) -> jax.Array:
+        """Says which rows cut their tail."""
+        return state < 1
+
     def apply(self, logits_BV: jax.Array, state: jax.Array) -> jax.Array:
         """Returns the logits, -inf where dropped."""
-        is_used_B = state < 1
+        is_used_B = self.used(state)
 
         def cut(logits_BV: jax.Array) -> jax.Array:
             log_p_BV = jax.nn.log_softmax(logits_BV, axis=-1)

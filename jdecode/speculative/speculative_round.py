@@ -132,13 +132,12 @@ class SpeculativeRound:
                 num_tokens_B=jnp.where(is_live_B, 1 + proposals.num_B, 0),
             )
         with jax.named_scope("verify"):
-            samplers = emission.sampler_places(self.chain, before.sampler, proposals.token_BG)
-            processed_BPV = emission.process(self.chain, samplers, logits_BPV)
+            processed_BPV = emission.process(self.chain, before.sampler, proposals.token_BG, logits_BPV)
             position_BP = start_B[:, None] + 1 + jnp.arange(G + 1, dtype=jnp.int32)[None, :]
             token_BP, num_accepted_B = self.verify.choose(
                 processed_BPV, proposals, before.key_B, position_BP, before.is_random_B
             )
-        after, num_emitted_B = emission.commit(self.chain, before, samplers, token_BP, num_accepted_B + 1, logits_BPV)
+        after, num_emitted_B = emission.commit(self.chain, before, token_BP, num_accepted_B + 1, logits_BPV)
         after = dataclasses.replace(
             after, cache=kv_cache.truncate(cast(kv_cache.KVCache, cache), start_B + num_emitted_B)
         )

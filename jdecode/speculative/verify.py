@@ -18,6 +18,7 @@ Where a row does not draw (temperature 0), both accept a proposal iff it is the 
 """
 
 import dataclasses
+import functools
 from typing import Protocol
 
 import jax
@@ -107,33 +108,52 @@ class Rejection:
         is_random_B: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Tests the proposals in order, and draws one token for the place after the accepted ones."""
-        B, P, V = processed_BPV.shape
-        if P == 1:  # nothing to test
-            own_B = draw.draw(processed_BPV[:, 0], key_B, position_BP[:, 0], is_random_B)
-            return own_B[:, None], jnp.zeros_like(own_B)
-        token_BG, G = proposals.token_BG, P - 1
-        target_BGV = processed_BPV[:, :G]
-        is_best_BG = selection.first_argmax(target_BGV.reshape(B * G, V)).reshape(B, G) == token_BG
-        with jax.named_scope("accept"):
-            p_BG = _probability(target_BGV, token_BG)
-            q_BG = jnp.ones_like(p_BG)
-            if proposals.logits_BGV is not None:
-                q_BG = _probability(proposals.logits_BGV, token_BG)
-            uniform_BG = _uniform(key_B, position_BP[:, :G])
-            is_passed_BG = jnp.where(is_random_B[:, None], uniform_BG * q_BG < p_BG, is_best_BG)
-            num_accepted_B = _num_leading(is_passed_BG, proposals.num_B)
-        last_BV = _at_place(processed_BPV, num_accepted_B)
-        is_refused_B = num_accepted_B < proposals.num_B
-        left_BV = jnp.where(is_refused_B[:, None], _residual(last_BV, proposals, num_accepted_B), last_BV)
-        last_B = draw.draw(
-            jnp.where(is_random_B[:, None], left_BV, last_BV),
-            key_B,
-            jnp.take_along_axis(position_BP, num_accepted_B[:, None], axis=1)[:, 0],
-            is_random_B,
-            purpose=jnp.where(is_refused_B, sampling.PURPOSE_RESIDUAL, sampling.PURPOSE_TOKEN),
-        )
-        is_accepted_BP = jnp.arange(P)[None, :] < num_accepted_B[:, None]
-        return jnp.where(is_accepted_BP, jnp.pad(token_BG, ((0, 0), (0, 1))), last_B[:, None]), num_accepted_B
+        if processed_BPV.shape[1] == 1:  # nothing to test
+            return Coupled().choose(processed_BPV, proposals, key_B, position_BP, is_random_B)
+        by_ratio = functools.partial(_choose_by_ratio, processed_BPV, proposals, key_B, position_BP, is_random_B)
+        by_argmax = functools.partial(_choose_by_argmax, processed_BPV, proposals)
+        return jax.lax.cond(jnp.any(is_random_B), by_ratio, by_argmax)
+
+
+def _choose_by_argmax(processed_BPV: jax.Array, proposals: proposals_lib.Proposals) -> tuple[jax.Array, jax.Array]:
+    """Does what both rules do where no row draws: no law is needed."""
+    B, P, V = processed_BPV.shape
+    own_BP = draw.argmax(processed_BPV.reshape(B * P, V)).reshape(B, P)
+    return own_BP, _num_leading(own_BP[:, :-1] == proposals.token_BG, proposals.num_B)
+
+
+def _choose_by_ratio(
+    processed_BPV: jax.Array,
+    proposals: proposals_lib.Proposals,
+    key_B: jax.Array,
+    position_BP: jax.Array,
+    is_random_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Does what ``Rejection.choose`` says, over two places and more."""
+    B, P, V = processed_BPV.shape
+    token_BG, G = proposals.token_BG, P - 1
+    target_BGV = processed_BPV[:, :G]
+    is_best_BG = selection.first_argmax(target_BGV.reshape(B * G, V)).reshape(B, G) == token_BG
+    with jax.named_scope("accept"):
+        p_BG = _probability(target_BGV, token_BG)
+        q_BG = jnp.ones_like(p_BG)
+        if proposals.logits_BGV is not None:
+            q_BG = _probability(proposals.logits_BGV, token_BG)
+        uniform_BG = _uniform(key_B, position_BP[:, :G])
+        is_passed_BG = jnp.where(is_random_B[:, None], uniform_BG * q_BG < p_BG, is_best_BG)
+        num_accepted_B = _num_leading(is_passed_BG, proposals.num_B)
+    last_BV = _at_place(processed_BPV, num_accepted_B)
+    is_refused_B = num_accepted_B < proposals.num_B
+    left_BV = jnp.where(is_refused_B[:, None], _residual(last_BV, proposals, num_accepted_B), last_BV)
+    last_B = draw.draw(
+        jnp.where(is_random_B[:, None], left_BV, last_BV),
+        key_B,
+        jnp.take_along_axis(position_BP, num_accepted_B[:, None], axis=1)[:, 0],
+        is_random_B,
+        purpose=jnp.where(is_refused_B, sampling.PURPOSE_RESIDUAL, sampling.PURPOSE_TOKEN),
+    )
+    is_accepted_BP = jnp.arange(P)[None, :] < num_accepted_B[:, None]
+    return jnp.where(is_accepted_BP, jnp.pad(token_BG, ((0, 0), (0, 1))), last_B[:, None]), num_accepted_B
 
 
 def _num_leading(is_passed_BG: jax.Array, num_B: jax.Array) -> jax.Array:

@@ -130,6 +130,39 @@ def test_row_that_does_not_use_it_is_untouched(name: str, vocab: int):
     np.testing.assert_array_equal(transform.apply(logits_BV, state)[1], logits_BV[1])
 
 
+SKIPPABLE = [name for name, case in CASES.items() if isinstance(case[0], sampling.SkippableTransform)]
+
+
+def test_all_but_the_temperature_can_be_skipped():
+    assert set(CASES) - set(SKIPPABLE) == {"Temperature", "standard_chain"}
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("name", SKIPPABLE, indirect=True)
+def test_a_row_that_it_changes_is_used(name: str, vocab: int):
+    transform, first, second = CASES[name]
+    rows = [first, {}, second, first, {}]
+    state = _after(transform, rows, vocab)
+    logits_BV = _logits(vocab, batch=len(rows))
+    changed = np.any(np.asarray(transform.apply(logits_BV, state)) != np.asarray(logits_BV), axis=-1)
+    used = np.asarray(transform.used(state))
+    assert used.shape == (len(rows),) and used.dtype == bool
+    assert not (changed & ~used).any()
+    assert changed[0] and not used[[1, 4]].any()  # and it is no excuse to say that every row is
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_chain_skips_nothing_that_is_used(name: str, number: int):
+    # One row at a time: the first setting, none, the second setting.
+    transform = sampling.standard_chain()
+    row = (CASES[name][1], {}, CASES[name][2])[number]
+    state, logits_BV = _after(transform, [row], 307), _logits(307, batch=1)
+    expected_BV = logits_BV
+    for one, own in zip(transform.transforms, state, strict=True):
+        expected_BV = one.apply(expected_BV, own)
+    np.testing.assert_array_equal(transform.apply(logits_BV, state), expected_BV)
+
+
 def test_state_depends_on_shapes_alone(name: str):
     transform, first, second = CASES[name]
     states = [transform.init(_params([fields, {}], 11), 2, 11) for fields in (first, second, {})]

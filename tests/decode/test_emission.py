@@ -110,9 +110,8 @@ _accept = jax.jit(CHAIN.accept)
 
 
 @jax.jit
-def _commit(state, proposal_BG, token_BP, num_open_B, logits_BPV):
-    samplers = emission.sampler_places(CHAIN, state.sampler, proposal_BG)
-    return emission.commit(CHAIN, state, samplers, token_BP, num_open_B, logits_BPV)
+def _commit(state, token_BP, num_open_B, logits_BPV):
+    return emission.commit(CHAIN, state, token_BP, num_open_B, logits_BPV)
 
 
 @functools.cache
@@ -122,17 +121,9 @@ def _case(places: int):
     rows = _every_row(places, rng)
     state = _state(rows)
     token_BP = np.asarray([row.tokens for row in rows], np.int32)
-    # What stands at the last open place is no proposal; nor is what would follow, nor an invalid token.
-    proposal_BG = rng.integers(0, VOCAB, (len(rows), places - 1)).astype(np.int32)
-    for number, row in enumerate(rows):
-        for place in range(row.num_open - 1):
-            if row.tokens[place] != INVALID:
-                proposal_BG[number, place] = row.tokens[place]
     logits_BPV = rng.normal(scale=2.0, size=(len(rows), places, VOCAB)).astype(np.float32)
     num_open_B = jnp.asarray([row.num_open for row in rows], jnp.int32)
-    after, num_emitted_B = _commit(
-        state, jnp.asarray(proposal_BG), jnp.asarray(token_BP), num_open_B, jnp.asarray(logits_BPV)
-    )
+    after, num_emitted_B = _commit(state, jnp.asarray(token_BP), num_open_B, jnp.asarray(logits_BPV))
     return rows, state, logits_BPV, after, np.asarray(num_emitted_B)
 
 
@@ -215,13 +206,7 @@ def test_a_block_without_scores():
     rows, state, logits_BPV, after, _ = _case(4)
     tokens = jnp.asarray([row.tokens for row in rows], jnp.int32)
     num_open_B = jnp.asarray([row.num_open for row in rows], jnp.int32)
-    plain, _ = _commit(
-        dataclasses.replace(state, scores=None),
-        jnp.maximum(tokens[:, :3], 0),
-        tokens,
-        num_open_B,
-        jnp.asarray(logits_BPV),
-    )
+    plain, _ = _commit(dataclasses.replace(state, scores=None), tokens, num_open_B, jnp.asarray(logits_BPV))
     assert plain.scores is None
     np.testing.assert_array_equal(plain.tokens_BM, after.tokens_BM)
 
@@ -237,10 +222,9 @@ def test_each_place_is_processed_after_the_tokens_before_it():
         stop_ids=[[], []],
     )
     proposals = [[4, 12, 0], [7, 9, 7]]
-    samplers = emission.sampler_places(chain, chain.init(params, 2, VOCAB), jnp.asarray(proposals, jnp.int32))
-    assert {leaf.shape[:2] for leaf in jax.tree.leaves(samplers)} == {(2, 4)}
     logits_BPV = jnp.asarray(np.random.default_rng(82).normal(size=(2, 4, VOCAB)), jnp.float32)
-    processed_BPV = np.asarray(emission.process(chain, samplers, logits_BPV))
+    sampler = chain.init(params, 2, VOCAB)
+    processed_BPV = np.asarray(emission.process(chain, sampler, jnp.asarray(proposals, jnp.int32), logits_BPV))
     for row, prompt in enumerate(([3], [8, 2])):
         for place in range(4):
             expected_V = np.array(logits_BPV[row, place])
