@@ -8,7 +8,6 @@ import pytest
 
 from jdecode import config, generation
 from jdecode.decode import loop, prefill
-from jdecode.models import panels
 from tests import tiny_model
 
 STEPS = [1, 3, 8, loop.ALL_TOKENS]
@@ -267,18 +266,8 @@ def test_statistics():
         assert stats[name] >= 0
 
 
-def with_nan(lm, path: tuple[str, str], row: int | None):
-    """Returns the model with a matrix, or one row of it, of NaN."""
-    module, name = path
-    matrix = lm.params["params"][module][name]
-    matrix = matrix.rows() if isinstance(matrix, panels.Panels) else matrix
-    broken = matrix.at[slice(None) if row is None else row].set(np.nan)
-    changed = {**lm.params["params"], module: {name: broken}}
-    return dataclasses.replace(lm, params={"params": changed})
-
-
 def test_broken_weights_are_an_error_and_not_a_text():
-    lm = with_nan(tiny_model.load_text(), ("head", "weight"), None)
+    lm = tiny_model.with_nan(tiny_model.load_text(), ("head", "weight"))
     message = r"^logits of row 0: expected finite numbers, got NaN or infinity after 0 new tokens; [^\n]+$"
     with pytest.raises(FloatingPointError, match=message):
         lm.generate([[40, 51, 62]], max_new_tokens=6)
@@ -291,7 +280,7 @@ def test_tokens_before_the_first_broken_one_are_right():
     # The row of one token in the embedding is NaN: nothing shows until that token is fed.
     prompt, golden = tiny_model.prompts("llama_gqa")[0], tiny_model.greedy("llama_gqa")[0]
     place = next(idx for idx in range(2, 24) if golden[idx] not in [*prompt, *golden[:idx]])
-    lm = with_nan(tiny_model.load("llama_gqa"), ("embedding", "weight"), golden[place])
+    lm = tiny_model.with_nan(tiny_model.load("llama_gqa"), ("embedding", "weight"), golden[place])
     seen = []
     with pytest.raises(FloatingPointError, match=f"after {place + 1} new tokens"):
         for chunk in lm.stream([prompt], max_new_tokens=24, ignore_eos=True, steps_per_look=1):
