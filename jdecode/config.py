@@ -165,7 +165,7 @@ class CacheConfig:
       layout: ``"auto"`` gives a ring buffer to each layer with a window, and every slot to the others;
         ``"full"`` gives every slot to every layer (a window is then only a mask).
       dtype: of stored keys and values: ``"auto"`` (the model's compute dtype), ``"float32"``, ``"bfloat16"``,
-        ``"float16"``.
+        ``"float16"``; or 8 bits with a scale a token and head, ``"int8"`` and ``"fp8"`` (e4m3).
       slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
         and as many as ``slack`` tokens can be rolled back.
     """
@@ -176,7 +176,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
-        dtypes = ("auto", "float32", "bfloat16", "float16")
+        dtypes = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
         check(self.dtype in dtypes, f"cache dtype: expected one of {', '.join(dtypes)}, got {self.dtype!r}")
         check_count("cache slack", self.slack, 0)
 

@@ -144,7 +144,14 @@ def fill_unused(cache: kv_cache.KVCache, value: float, *, is_unused) -> kv_cache
     """Overwrites the keys and values of the slots that ``is_unused(position_BS, length_B1)`` (numpy) picks."""
 
     def fill(rows, unused_BS):
-        return dataclasses.replace(rows, data_BSX=jnp.where(unused_BS[:, :, None], value, rows.data_BSX))
+        num_slots = unused_BS.shape[1]
+
+        def leaf(array):
+            mask = unused_BS[:, :, None] if array.shape[1] == num_slots else unused_BS[:, None, :]
+            filler = value if jnp.issubdtype(array.dtype, jnp.floating) else 99
+            return jnp.where(mask, jnp.asarray(filler, array.dtype), array)
+
+        return jax.tree.map(leaf, rows)
 
     stores = []
     for store, layout_idx in zip(cache.stores, cache.layout_idx, strict=True):

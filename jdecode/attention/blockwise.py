@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jdecode.attention import kv_block, visibility
 from jdecode.attention import segment as segment_lib
-from jdecode.attention import visibility
 
 BLOCK_SIZE = 256
 """Slots a block. Smaller ones pay the loop more often, larger ones read more empty slots at the end."""
@@ -37,17 +37,18 @@ def attend(
     """Computes what ``reference.attend`` computes, block by block; see there for arguments and result."""
     B, T, N, H = q_BTNH.shape
     K = segments[0].keys.num_heads
-    q_BKGTH = (scale * q_BTNH).astype(q_BTNH.dtype).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    out_BKGTH = jnp.zeros(q_BKGTH.shape, jnp.float32)
-    sum_BKGT = jnp.zeros(q_BKGTH.shape[:-1], jnp.float32)
+    q_BTNH = (scale * q_BTNH).astype(q_BTNH.dtype)
+    out_BKGTH = jnp.zeros((B, K, N // K, T, H), jnp.float32)
+    sum_BKGT = jnp.zeros((B, K, N // K, T), jnp.float32)
     state = (jnp.full_like(sum_BKGT, -jnp.inf), sum_BKGT, out_BKGTH)
     for segment in segments:
         size = min(block_size, segment.keys.num_slots)
+        q_BKGTH = segment.keys.queries(q_BTNH).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
 
-        def add_block(index: jax.Array, state, segment=segment, size=size):
-            k_BCKH, v_BCKH, position_BC = _block(segment, index, size)
+        def add_block(index: jax.Array, state, segment=segment, size=size, q_BKGTH=q_BKGTH):
+            keys, values, position_BC = _block(segment, index, size)
             mask_BTC = visibility.visible(query_position_BT, position_BC, window=window, num_sinks=num_sinks)
-            return _accumulate(state, q_BKGTH, k_BCKH, v_BCKH, mask_BTC, soft_cap)
+            return _accumulate(state, q_BKGTH, keys, values, mask_BTC, soft_cap)
 
         first_block, end_block = segment.first_slot // size, -(-segment.end_slot // size)
         state = jax.lax.fori_loop(first_block, end_block, add_block, state)
@@ -56,7 +57,9 @@ def attend(
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
-def _block(segment: segment_lib.Segment, index: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _block(
+    segment: segment_lib.Segment, index: jax.Array, size: int
+) -> tuple[kv_block.KVBlock, kv_block.KVBlock, jax.Array]:
     """Returns the keys, values and positions of block ``index``; values of empty slots are zero.
 
     The last block of a segment is moved back to end at the last slot, and what the block before has counted already
@@ -66,17 +69,14 @@ def _block(segment: segment_lib.Segment, index: jax.Array, size: int) -> tuple[j
     position_BC = jax.lax.dynamic_slice_in_dim(segment.position_BS, start, size, axis=1)
     is_new_C = start + jnp.arange(size) >= index * size
     position_BC = jnp.where(is_new_C[None, :], position_BC, visibility.EMPTY)
-    v_BCKH = segment.values.block(start, size)
-    # Zero times NaN is NaN, so what an empty slot happens to hold must not reach the product.
-    v_BCKH = jnp.where(visibility.held(position_BC)[:, :, None, None], v_BCKH, jnp.zeros((), v_BCKH.dtype))
-    return segment.keys.block(start, size), v_BCKH, position_BC
+    values = segment.values.stored(start, size).only(visibility.held(position_BC))
+    return segment.keys.stored(start, size), values, position_BC
 
 
-def _accumulate(state, q_BKGTH, k_BCKH, v_BCKH, mask_BTC, soft_cap: float | None):
+def _accumulate(state, q_BKGTH, keys: kv_block.KVBlock, values: kv_block.KVBlock, mask_BTC, soft_cap: float | None):
     """Adds one block of C slots to the running maximum, sum and output."""
     max_BKGT, sum_BKGT, out_BKGTH = state
-    score_BKGTC = jnp.einsum("BKGTH,BCKH->BKGTC", q_BKGTH, k_BCKH, preferred_element_type=jnp.float32)
-    score_BKGTC = visibility.soft_capped(score_BKGTC, soft_cap)
+    score_BKGTC = visibility.soft_capped(keys.scores(q_BKGTH), soft_cap)
     score_BKGTC = jnp.where(mask_BTC[:, None, None], score_BKGTC, -jnp.inf)
     new_max_BKGT = jnp.maximum(max_BKGT, score_BKGTC.max(axis=-1))
     # A query that has seen nothing yet has maximum -inf, and -inf - -inf is NaN: shift it by 0 instead.
@@ -84,7 +84,4 @@ def _accumulate(state, q_BKGTH, k_BCKH, v_BCKH, mask_BTC, soft_cap: float | None
     weight_BKGTC = jnp.exp(score_BKGTC - shift_BKGT[..., None])
     decay_BKGT = jnp.exp(max_BKGT - shift_BKGT)
     sum_BKGT = sum_BKGT * decay_BKGT + weight_BKGTC.sum(axis=-1)
-    block_BKGTH = jnp.einsum(
-        "BKGTC,BCKH->BKGTH", weight_BKGTC.astype(v_BCKH.dtype), v_BCKH, preferred_element_type=jnp.float32
-    )
-    return new_max_BKGT, sum_BKGT, out_BKGTH * decay_BKGT[..., None] + block_BKGTH
+    return new_max_BKGT, sum_BKGT, out_BKGTH * decay_BKGT[..., None] + values.weighted(weight_BKGTC)

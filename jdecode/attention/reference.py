@@ -33,18 +33,25 @@ def attend(
       (B, T, N, H) in the dtype of ``q_BTNH``. A query that sees no key gets zeros.
     """
     B, T, N, H = q_BTNH.shape
-    k_BSKH = jnp.concatenate([s.keys.block(0, s.keys.num_slots) for s in segments], axis=1).astype(jnp.float32)
-    v_BSKH = jnp.concatenate([s.values.block(0, s.values.num_slots) for s in segments], axis=1).astype(jnp.float32)
+    K = segments[0].keys.num_heads
     position_BS = jnp.concatenate([s.position_BS for s in segments], axis=1)
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.astype(jnp.float32).reshape(B, T, K, N // K, H)
-
-    score_BKGTS = visibility.soft_capped(scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH), soft_cap)
+    score_BKGTS = jnp.concatenate([_scores(q_BTNH, segment.keys, K) for segment in segments], axis=4)
+    score_BKGTS = visibility.soft_capped(scale * score_BKGTS, soft_cap)
     mask_BTS = visibility.visible(query_position_BT, position_BS, window=window, num_sinks=num_sinks)
     mask_BKGTS = mask_BTS[:, None, None]
     weight_BKGTS = jax.nn.softmax(jnp.where(mask_BKGTS, score_BKGTS, -jnp.inf), axis=-1, where=mask_BKGTS)
     weight_BKGTS = jnp.where(mask_BKGTS, weight_BKGTS, 0.0)
-    # Zero times NaN is NaN, so what an empty slot happens to hold must not reach the product.
-    v_BSKH = jnp.where(visibility.held(position_BS)[:, :, None, None], v_BSKH, 0.0)
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
-    return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    out_BKGTH, start = jnp.zeros((B, K, N // K, T, H), jnp.float32), 0
+    for segment in segments:
+        num_slots = segment.values.num_slots
+        values = segment.values.stored(0, num_slots).only(visibility.held(segment.position_BS)).widened()
+        out_BKGTH += values.weighted(weight_BKGTS[..., start : start + num_slots])
+        start += num_slots
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+def _scores(q_BTNH: jax.Array, keys: segment_lib.Rows, K: int) -> jax.Array:
+    """Returns the products with every slot, float32 (B, K, G, T, S)."""
+    B, T, N, H = q_BTNH.shape
+    q_BTKGH = keys.queries(q_BTNH.astype(jnp.float32)).reshape(B, T, K, N // K, H)
+    return keys.stored(0, keys.num_slots).widened().scores(q_BTKGH.transpose(0, 2, 3, 1, 4))

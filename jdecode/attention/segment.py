@@ -16,6 +16,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from jdecode.attention import kv_block
+
 
 class Rows(Protocol):
     """Keys, or values, of S slots: K heads of width H a slot. A registered pytree."""
@@ -31,10 +33,18 @@ class Rows(Protocol):
         ...
 
     def block(self, start: jax.Array | int, size: int) -> jax.Array:
-        """Returns slots ``start .. start + size - 1`` as (B, size, K, H) in a float dtype.
+        """Returns what slots ``start .. start + size - 1`` stand for, as (B, size, K, H) in a float dtype.
 
         ``start + size`` is never past ``num_slots``. ``size`` is static.
         """
+        ...
+
+    def stored(self, start: jax.Array | int, size: int) -> kv_block.KVBlock:
+        """Returns the same slots as they are stored. Keys are to be met by ``queries``."""
+        ...
+
+    def queries(self, q_BTNH: jax.Array) -> jax.Array:
+        """Brings queries to the form in which their products with the stored keys are the scores."""
         ...
 
 
@@ -58,6 +68,14 @@ class ArrayRows:
     def block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Returns ``size`` slots from ``start``."""
         return jax.lax.dynamic_slice_in_dim(self.data_BSKH, start, size, axis=1)
+
+    def stored(self, start: jax.Array | int, size: int) -> kv_block.FloatBlock:
+        """Returns ``size`` slots from ``start``."""
+        return kv_block.FloatBlock(data_BCKH=self.block(start, size))
+
+    def queries(self, q_BTNH: jax.Array) -> jax.Array:
+        """Returns them as they are."""
+        return q_BTNH
 
 
 @jax.tree_util.register_dataclass

@@ -1,11 +1,14 @@
 """From configurations to an empty cache."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
 from jdecode.attention import visibility
-from jdecode.cache import codec_plain, kv_cache, layout, layout_full, layout_ring
+from jdecode.cache import codec as codec_lib
+from jdecode.cache import codec_plain, codec_token, kv_cache, layout, layout_full, layout_ring
 from jdecode.parallel import rules
 
 
@@ -16,6 +19,16 @@ def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheCo
         if ring.capacity < capacity:
             return ring
     return layout_full.FullLayout(capacity=capacity)
+
+
+def make_codec(cache_config: config_lib.CacheConfig, compute_dtype: str) -> codec_lib.KVCodec:
+    """Returns how keys and values are stored."""
+    dtype = compute_dtype if cache_config.dtype == "auto" else cache_config.dtype
+    if dtype in codec_token.STORED:
+        token = functools.partial(codec_token.TokenCodec, name=dtype, dtype=compute_dtype)
+        return codec_lib.KVCodec(keys=token(rotates=True), values=token(rotates=False))
+    plain = codec_plain.PlainCodec(dtype=dtype)
+    return codec_lib.KVCodec(keys=plain, values=plain)
 
 
 def init_cache(
@@ -41,19 +54,20 @@ def init_cache(
     for name, value in (("batch_size", batch_size), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"{name}: expected a count of at least 1, got {value}")
-    codec = codec_plain.PlainCodec(dtype=compute_dtype if cache_config.dtype == "auto" else cache_config.dtype)
+    codec = make_codec(cache_config, compute_dtype)
     layer_layouts = [layer_layout(layer, cache_config, capacity) for layer in model_config.layers]
     layouts = tuple(dict.fromkeys(layer_layouts))
 
-    def rows(num_slots: int):
-        return codec.init(batch_size, num_slots, model_config.num_kv_heads, model_config.head_dim, mesh)
+    def store(num_slots: int) -> kv_cache.LayerStore:
+        shape = (batch_size, num_slots, model_config.num_kv_heads, model_config.head_dim)
+        return kv_cache.LayerStore(keys=codec.keys.init(*shape, mesh), values=codec.values.init(*shape, mesh))
 
     def table(shape: tuple[int, ...], filler: int):
         device = None if mesh is None else rules.sharding(mesh, ("batch", None)[: len(shape)], shape)
         return jnp.full(shape, filler, jnp.int32, device=device)
 
     return kv_cache.KVCache(
-        stores=tuple(kv_cache.LayerStore(keys=rows(own.capacity), values=rows(own.capacity)) for own in layer_layouts),
+        stores=tuple(store(own.capacity) for own in layer_layouts),
         positions=tuple(table((batch_size, own.capacity), int(visibility.EMPTY)) for own in layouts),
         length_B=table((batch_size,), 0),
         layouts=layouts,

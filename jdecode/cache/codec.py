@@ -1,5 +1,6 @@
 """Codecs: how a row of K or V becomes stored bytes. A codec is static and knows nothing of layouts."""
 
+import dataclasses
 from typing import Any, Protocol
 
 import jax
@@ -7,8 +8,8 @@ import jax
 from jdecode.attention import segment
 
 
-class Codec(Protocol):
-    """Stores rows of keys or values. Frozen and hashable."""
+class RowCodec(Protocol):
+    """Stores rows of keys, or of values. Frozen and hashable."""
 
     def init(
         self, batch_size: int, num_slots: int, num_heads: int, head_dim: int, mesh: jax.sharding.Mesh | None
@@ -16,16 +17,25 @@ class Codec(Protocol):
         """Allocates empty rows for B x S slots of K heads of width H, spread over ``mesh`` where there is one."""
         ...
 
-    def write(self, rows: Any, slot_BT: jax.Array, x_BTKH: jax.Array) -> segment.Rows:
-        """Returns rows with ``x_BTKH[b, t]`` in slot ``slot_BT[b, t]``.
+    def cast(self, x_BTKH: jax.Array) -> jax.Array:
+        """Returns the block in the float dtype from which it is encoded; a number that it cannot hold is infinite."""
+        ...
+
+    def encode(self, x_BTKH: jax.Array) -> Any:
+        """Returns the block as it is stored: ``segment.Rows`` of T slots."""
+        ...
+
+    def write(self, rows: Any, slot_BT: jax.Array, new: Any) -> Any:
+        """Returns rows with slot t of the encoded block ``new`` in slot ``slot_BT[b, t]``.
 
         The slots of a batch row are distinct. Slots past the last are dropped (never clamped, never wrapped).
         """
         ...
 
-    def round_trip(self, x_BTKH: jax.Array) -> segment.Rows:
-        """Returns rows of T slots that read as ``x_BTKH`` would after it was written.
 
-        What they read as may be written in its place, and reads the same.
-        """
-        ...
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCodec:
+    """How keys are stored, and how values are."""
+
+    keys: RowCodec
+    values: RowCodec

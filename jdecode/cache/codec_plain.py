@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jdecode.attention import kv_block
+from jdecode.cache import slots
 from jdecode.parallel import rules
 
 
@@ -30,10 +32,18 @@ class PlainRows:
         block_BCX = jax.lax.dynamic_slice_in_dim(self.data_BSX, start, size, axis=1)
         return block_BCX.reshape(*block_BCX.shape[:2], self.num_heads, -1)
 
+    def stored(self, start: jax.Array | int, size: int) -> kv_block.FloatBlock:
+        """Returns the same."""
+        return kv_block.FloatBlock(data_BCKH=self.block(start, size))
+
+    def queries(self, q_BTNH: jax.Array) -> jax.Array:
+        """Returns them as they are."""
+        return q_BTNH
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainCodec:
-    """Stores rows in ``dtype`` (a name, such as ``"bfloat16"``). See ``codec.Codec``."""
+    """Stores rows in ``dtype`` (a name, such as ``"bfloat16"``). See ``codec.RowCodec``."""
 
     dtype: str
 
@@ -47,16 +57,15 @@ class PlainCodec:
         data_BSX = jnp.zeros((batch_size, num_slots, num_heads * head_dim), self.dtype, device=device)
         return PlainRows(data_BSX=data_BSX, num_heads=num_heads)
 
-    def write(self, rows: PlainRows, slot_BT: jax.Array, x_BTKH: jax.Array) -> PlainRows:
-        """Scatters the block into its slots."""
+    def cast(self, x_BTKH: jax.Array) -> jax.Array:
+        """Returns the block in the stored dtype."""
+        return x_BTKH.astype(self.dtype)
 
-        def write_row(data_SX: jax.Array, slot_T: jax.Array, x_TX: jax.Array) -> jax.Array:
-            return data_SX.at[slot_T].set(x_TX, mode="drop", unique_indices=True)
-
-        new = self.round_trip(x_BTKH)
-        return dataclasses.replace(rows, data_BSX=jax.vmap(write_row)(rows.data_BSX, slot_BT, new.data_BSX))
-
-    def round_trip(self, x_BTKH: jax.Array) -> PlainRows:
+    def encode(self, x_BTKH: jax.Array) -> PlainRows:
         """Casts the block."""
         B, T, K, H = x_BTKH.shape
-        return PlainRows(data_BSX=x_BTKH.astype(self.dtype).reshape(B, T, K * H), num_heads=K)
+        return PlainRows(data_BSX=self.cast(x_BTKH).reshape(B, T, K * H), num_heads=K)
+
+    def write(self, rows: PlainRows, slot_BT: jax.Array, new: PlainRows) -> PlainRows:
+        """Scatters the block into its slots."""
+        return dataclasses.replace(rows, data_BSX=slots.scatter(rows.data_BSX, slot_BT, new.data_BSX))

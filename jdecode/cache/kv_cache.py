@@ -27,6 +27,7 @@ from jdecode.attention import segment as segment_lib
 from jdecode.attention import visibility
 from jdecode.cache import codec as codec_lib
 from jdecode.cache import layout as layout_lib
+from jdecode.cache import slots as slots_lib
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +58,7 @@ class KVCache:
     length_B: jax.Array
     layouts: tuple[layout_lib.Layout, ...] = dataclasses.field(metadata={"static": True})
     layout_idx: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    codec: codec_lib.Codec = dataclasses.field(metadata={"static": True})
+    codec: codec_lib.KVCodec = dataclasses.field(metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
@@ -115,8 +116,7 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
         dropped_BT = layout.capacity + jnp.broadcast_to(jnp.arange(block_len, dtype=jnp.int32), position_BT.shape)
         slot_BT = jnp.where(written_BT, layout.slot(position_BT), dropped_BT)
         slots.append(slot_BT)
-        write = jax.vmap(lambda row_S, slot_T, p_T: row_S.at[slot_T].set(p_T, mode="drop", unique_indices=True))
-        positions.append(write(position_BS, slot_BT, stored_position_BT))
+        positions.append(slots_lib.scatter(position_BS, slot_BT, stored_position_BT))
     return Block(
         position_BT=position_BT,
         stored_position_BT=stored_position_BT,
@@ -160,22 +160,21 @@ class CachedLayer:
         What is not finite is written into keys alone (``segment.faults_in_keys``), so that a proposal that is refused
         harms nobody, neither in its own block nor as a slot past the length.
         """
-        cache, block = self.cache, self.block
+        cache, block, codec = self.cache, self.block, self.cache.codec
         block_len = k_BTKH.shape[1]
-        k_BTKH, v_BTKH = segment_lib.faults_in_keys(
-            cache.codec.round_trip(k_BTKH).block(0, block_len), cache.codec.round_trip(v_BTKH).block(0, block_len)
-        )
+        k_BTKH, v_BTKH = segment_lib.faults_in_keys(codec.keys.cast(k_BTKH), codec.values.cast(v_BTKH))
+        fresh = LayerStore(keys=codec.keys.encode(k_BTKH), values=codec.values.encode(v_BTKH))
         idx = cache.layout_idx[self.layer_idx]
         layout, old = cache.layouts[idx], cache.stores[self.layer_idx]
         new = LayerStore(
-            keys=cache.codec.write(old.keys, block.slots[idx], k_BTKH),
-            values=cache.codec.write(old.values, block.slots[idx], v_BTKH),
+            keys=codec.keys.write(old.keys, block.slots[idx], fresh.keys),
+            values=codec.values.write(old.values, block.slots[idx], fresh.values),
         )
         if block_len <= layout.max_block_len:
             return new, (self._stored_segment(new, block.positions[idx], block.length_B),)
-        fresh = segment_lib.Segment(
-            keys=cache.codec.round_trip(k_BTKH),
-            values=cache.codec.round_trip(v_BTKH),
+        fresh_segment = segment_lib.Segment(
+            keys=fresh.keys,
+            values=fresh.values,
             position_BS=block.stored_position_BT,
             first_slot=jnp.int32(0),
             end_slot=jnp.int32(block_len),
@@ -184,7 +183,7 @@ class CachedLayer:
         # The old slots still hold tokens that were taken back; in the fresh block others have their positions.
         is_kept_BS = cache.positions[idx] < cache.length_B[:, None]
         kept_position_BS = jnp.where(is_kept_BS, cache.positions[idx], visibility.EMPTY)
-        return new, (self._stored_segment(old, kept_position_BS, cache.length_B), fresh)
+        return new, (self._stored_segment(old, kept_position_BS, cache.length_B), fresh_segment)
 
     def _stored_segment(self, store: LayerStore, position_BS: jax.Array, length_B: jax.Array) -> segment_lib.Segment:
         layout = self.cache.layouts[self.cache.layout_idx[self.layer_idx]]
