@@ -2,7 +2,7 @@
 
 Usage::
 
-    python benchmarks/loop_memory.py [--config smollm2_135m] [--capacity 8192] [--batches 1,4]
+    python benchmarks/loop_memory.py [--config smollm2_135m] [--capacity 8192] [--batches 1,4] [--kv-dtype auto]
                                      [--tpu v5e:2x4 [--mesh data=1,model=8]]
 
 Without ``--tpu`` the loop is compiled for this machine. With it, for a TPU that need not be there: the package
@@ -33,12 +33,16 @@ from jdecode.sampling import standard
 MEBIBYTE = 2.0**20
 
 
-def abstract_state(model, batch: int, capacity: int) -> state.DecodeState:
+def abstract_state(model, batch: int, capacity: int, kv_dtype: str) -> state.DecodeState:
     """Returns the shapes of a decode's state."""
 
     def build():
         cache = allocate.init_cache(
-            model.config, config.CacheConfig(), batch_size=batch, capacity=capacity, compute_dtype=model.dtype
+            model.config,
+            config.CacheConfig(dtype=kv_dtype),
+            batch_size=batch,
+            capacity=capacity,
+            compute_dtype=model.dtype,
         )
         params = standard.params_from_configs(
             [config.SamplingConfig()] * batch,
@@ -80,8 +84,11 @@ def shardings(model, mesh: jax.sharding.Mesh, arguments):
         return rules.sharding(mesh, axes["/".join(entry.key for entry in path[1:])], leaf.shape)
 
     def of_state(path, leaf):
-        if "data_BSX" in jax.tree_util.keystr(path):
+        name = jax.tree_util.keystr(path)
+        if "data_BSX" in name:
             return rules.sharding(mesh, ("batch", None, "kv_heads"), (*leaf.shape[:2], model.config.num_kv_heads))
+        if "scale_BKS" in name:
+            return rules.sharding(mesh, ("batch", "kv_heads", None), leaf.shape)
         names = ("batch", *[None] * leaf.ndim)[: leaf.ndim] if leaf.shape[:1] == (batch,) else (None,) * leaf.ndim
         return rules.sharding(mesh, names, leaf.shape)
 
@@ -113,13 +120,14 @@ def main() -> None:
     parser.add_argument("--config", default="smollm2_135m")
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--batches", default="1,4")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="such as v5e:2x4")
     parser.add_argument("--mesh", type=command_line.mesh, default=config.MeshConfig(), help="data=1,model=8")
     arguments = parser.parse_args()
     model, params = abstract_model(arguments.config, "bfloat16" if arguments.tpu else "float32")
     plain = step.PlainStep(model, sampling.standard_chain())
     for batch in [int(text) for text in arguments.batches.split(",")]:
-        shapes = abstract_state(model, batch, arguments.capacity)
+        shapes = abstract_state(model, batch, arguments.capacity, arguments.kv_dtype)
         steps = jax.ShapeDtypeStruct((), jnp.int32)
         if not arguments.tpu:
             jitted = jax.jit(loop.decode_steps, static_argnums=0, donate_argnums=2)

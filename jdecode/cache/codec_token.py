@@ -21,7 +21,7 @@ from jdecode.cache import slots
 from jdecode.parallel import rules
 
 STORED = {"int8": ("int8", 127.0), "fp8": ("float8_e4m3fn", 448.0)}
-"""For each codec the stored dtype, and the greatest number that is used of it."""
+"""For each codec the dtype of its numbers, and the greatest one that is used."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,14 +30,17 @@ class TokenRows:
     """Rows in 8 bits. See ``attention.segment.Rows``.
 
     Attributes:
-      data_BSX: all heads of a slot side by side, as in ``codec_plain.PlainRows``.
+      data_BSX: int8, all heads of a slot side by side, as in ``codec_plain.PlainRows``; for fp8 its bits. (A write into
+        an array of a float dtype that the backend does not compute in converts the whole array twice.)
       scale_BKS: float32. The slots come last: a TPU pads the last axis to 128 lanes, and heads are few.
+      name: of ``STORED``. Static.
       is_rotated: whether the stored keys are rotated. Static.
       dtype: of the products. Static.
     """
 
     data_BSX: jax.Array
     scale_BKS: jax.Array
+    name: str = dataclasses.field(metadata={"static": True})
     is_rotated: bool = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
@@ -55,7 +58,7 @@ class TokenRows:
         """Returns ``size`` slots from ``start``, in 8 bits."""
         block_BCX = jax.lax.dynamic_slice_in_dim(self.data_BSX, start, size, axis=1)
         return kv_block.TokenScaledBlock(
-            data_BCKH=block_BCX.reshape(*block_BCX.shape[:2], self.num_heads, -1),
+            data_BCKH=_as_numbers(block_BCX, self.name).reshape(*block_BCX.shape[:2], self.num_heads, -1),
             scale_BKC=jax.lax.dynamic_slice_in_dim(self.scale_BKS, start, size, axis=2),
             dtype=self.dtype,
         )
@@ -96,8 +99,9 @@ class TokenCodec:
 
         B, S, K = batch_size, num_slots, num_heads
         return TokenRows(
-            data_BSX=zeros((B, S, K * head_dim), STORED[self.name][0], ("batch", None, "kv_heads"), (B, S, K)),
+            data_BSX=zeros((B, S, K * head_dim), "int8", ("batch", None, "kv_heads"), (B, S, K)),
             scale_BKS=zeros((B, K, S), "float32", ("batch", "kv_heads", None), (B, K, S)),
+            name=self.name,
             is_rotated=self.rotates,
             dtype=self.dtype,
         )
@@ -127,8 +131,14 @@ class TokenCodec:
         # Rounding may pass the greatest number, from where a cast to fp8 gives NaN.
         data_BTKH = jnp.clip(data_BTKH, -most, most).astype(stored_dtype)
         return TokenRows(
-            data_BSX=data_BTKH.reshape(B, T, K * H),
+            data_BSX=jax.lax.bitcast_convert_type(data_BTKH, jnp.int8).reshape(B, T, K * H),
             scale_BKS=scale_BTK.swapaxes(1, 2),
+            name=self.name,
             is_rotated=self.rotates,
             dtype=self.dtype,
         )
+
+
+def _as_numbers(data: jax.Array, name: str) -> jax.Array:
+    """Reads stored bits as what they are."""
+    return jax.lax.bitcast_convert_type(data, jnp.dtype(STORED[name][0]))
