@@ -122,4 +122,10 @@ def _costs(target: "language_model.LanguageModel", draft: draft_lib.Draft, param
     elif isinstance(draft, draft_model.ModelDraft):
         share = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / target.weight_bytes
     platform = next(iter(jax.tree.leaves(target.params)[0].devices())).platform
-    return pace.estimate(platform, target_bytes=target.weight_bytes, draft_share=share, is_drawn=share > 0)
+    return pace.estimate(
+        platform,
+        target_bytes=target.weight_bytes,
+        draft_share=share,
+        is_drawn=share > 0,
+        is_look_up=isinstance(draft, draft_ngram.NgramDraft),
+    )
