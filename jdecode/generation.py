@@ -111,7 +111,8 @@ class TextStream:
     ``prefill_seconds`` (to the first token) and ``decode_seconds`` (after it), both without compilation and without
     the time that the reader took between chunks, ``decode_tokens_per_second`` (all rows), ``compile_seconds``,
     ``prompt_tokens`` and ``new_tokens`` (counts, all rows), ``kv_cache_bytes`` and ``weight_bytes``; with speculation
-    also those of ``speculative.statistics.summary``, ``draft_cache_bytes`` and ``draft_weight_bytes``.
+    also those of ``speculative.statistics.summary`` (counted by the device loop, before the host cuts at a stop string:
+    ``accepted`` may hold tokens that ``new_tokens`` does not), ``draft_cache_bytes`` and ``draft_weight_bytes``.
     """
 
     def __init__(
