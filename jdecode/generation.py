@@ -108,10 +108,12 @@ class TextStream:
       cache: after exhaustion the cache with every row's text but its latest token.
 
     ``result.stats`` holds ``first_token_seconds`` (from the call to the first token, compilation included),
-    ``prefill_seconds`` (to the first token) and ``decode_seconds`` (after it), both without compilation and without
-    the time that the reader took between chunks, ``decode_tokens_per_second`` (all rows), ``compile_seconds``,
-    ``prompt_tokens`` and ``new_tokens`` (counts, all rows), ``kv_cache_bytes`` and ``weight_bytes``; with speculation
-    also those of ``speculative.statistics.summary``, ``draft_cache_bytes`` and ``draft_weight_bytes``.
+    ``prefill_seconds`` (to the first token, the draft's reading of the prompts included) and ``decode_seconds`` (after
+    it), both without compilation and without the time that the reader took between chunks,
+    ``decode_tokens_per_second`` (all rows), ``compile_seconds``, ``prompt_tokens`` and ``new_tokens`` (counts, all
+    rows), ``kv_cache_bytes`` and ``weight_bytes``; with speculation also those of ``speculative.statistics.summary``
+    (counted by the device loop, before the host cuts at a stop string: ``accepted`` may hold tokens that
+    ``new_tokens`` does not), ``draft_cache_bytes`` and ``draft_weight_bytes``.
     """
 
     def __init__(
@@ -219,7 +221,8 @@ class TextStream:
             num_top_logprobs=request.num_top_logprobs,
         )
         if self._speculation is not None:
-            self._drafting = self._begin_drafting(self._speculation, first)
+            # Waited for, as ``_look`` waits for the first tokens: what is still running would count as decoding.
+            self._drafting = jax.block_until_ready(self._begin_drafting(self._speculation, first))
         self._state = first
         return self._look()
 

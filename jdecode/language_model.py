@@ -25,6 +25,7 @@ from jdecode.parallel import mesh as mesh_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
+from jdecode.weights import checkpoint
 from jdecode.weights import load as load_lib
 
 LEAST_CAPACITY = 256
@@ -298,7 +299,7 @@ def capacity_for(num_tokens: int) -> int:
 
 
 def load(
-    source: str | pathlib.Path,
+    source: str | pathlib.Path | checkpoint.Checkpoint,
     *,
     dtype: str = "auto",
     mesh: config_lib.MeshConfig | None = None,
@@ -309,7 +310,8 @@ def load(
 
     Args:
       source: the name of a packaged model (``"gqa_small"``), a folder with ``config.json`` and safetensors or Orbax
-        parameters, a ``.gguf`` file, or a hub id (``owner/name``).
+        parameters, a ``.gguf`` file, or a hub id (``owner/name``); or one of these that
+        ``weights.checkpoint.open_checkpoint`` has opened.
       dtype: of parameters and computation: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is float32 on a
         CPU and bfloat16 elsewhere.
       mesh: devices to spread the model over; ``None`` for the default one.
@@ -330,13 +332,14 @@ def load(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if mesh is not None and not isinstance(mesh, config_lib.MeshConfig):
         raise TypeError(f"mesh: expected a MeshConfig, got {type(mesh).__name__}")
-    if not isinstance(source, str | pathlib.Path) or not str(source) or "\0" in str(source):
+    if not isinstance(source, str | pathlib.Path | checkpoint.Checkpoint) or not str(source) or "\0" in str(source):
         raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
     placement = None if device_mesh is None else functools.partial(_mesh_placement, device_mesh)
     if device_mesh is None and weight_layout == "auto" and dtype == "float32" and jax.default_backend() == "cpu":
         placement = _panel_placement
-    loaded = load_lib.load_weights(source, dtype=dtype, placement=placement)
+    opened = source if isinstance(source, checkpoint.Checkpoint) else checkpoint.open_checkpoint(source)
+    loaded = load_lib.load_opened(opened, dtype=dtype, placement=placement)
     return LanguageModel(
         config=loaded.config,
         model=transformer.Transformer(loaded.config, backend=backend, dtype=dtype),

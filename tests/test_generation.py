@@ -3,13 +3,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdecode import config, generation
 from jdecode.decode import loop, prefill
-from jdecode.models import panels
+from jdecode.speculative import speculation
 from tests import tiny_model
+from tests.speculative import drafts_under_test
 
 STEPS = [1, 3, 8, loop.ALL_TOKENS]
 EOS = 2
@@ -267,18 +269,33 @@ def test_statistics():
         assert stats[name] >= 0
 
 
-def with_nan(lm, path: tuple[str, str], row: int | None):
-    """Returns the model with a matrix, or one row of it, of NaN."""
-    module, name = path
-    matrix = lm.params["params"][module][name]
-    matrix = matrix.rows() if isinstance(matrix, panels.Panels) else matrix
-    broken = matrix.at[slice(None) if row is None else row].set(np.nan)
-    changed = {**lm.params["params"], module: {name: broken}}
-    return dataclasses.replace(lm, params={"params": changed})
+@jax.jit
+def read_for_a_while(matrix: jax.Array) -> jax.Array:
+    """Returns 0, after some 10^10 products, which take the better part of a second."""
+    product = jax.lax.fori_loop(0, 600, lambda _, product: product @ matrix / 256, matrix)
+    return (product[0, 0] > 2).astype(jnp.int32)
+
+
+def test_what_a_draft_reads_of_the_prompt_is_prefill(monkeypatch):
+    begin = speculation.Speculation.begin
+
+    def begin_slowly(self, *arguments, **options):
+        # After all else, for a CPU's queue is short: a caller with some thirty operations waits of itself.
+        drafting = begin(self, *arguments, **options)
+        reading = drafting.memory["round"] + read_for_a_while(jnp.ones((256, 256)))
+        return dataclasses.replace(drafting, memory={**drafting.memory, "round": reading})
+
+    monkeypatch.setattr(speculation.Speculation, "begin", begin_slowly)
+    lm, draft = tiny_model.load_text(), drafts_under_test.ScriptedDraft((64,))
+    for _ in range(2):  # the first one compiles, which takes longer than the reading
+        text_stream = lm.stream([[40, 51, 62]], max_new_tokens=6, steps_per_look=1, draft=draft)
+        next(iter(text_stream))  # the first token: the clock of the prefill has been read
+        assert text_stream._drafting is not None
+        assert text_stream._drafting.memory["round"].is_ready()
 
 
 def test_broken_weights_are_an_error_and_not_a_text():
-    lm = with_nan(tiny_model.load_text(), ("head", "weight"), None)
+    lm = tiny_model.with_nan(tiny_model.load_text(), ("head", "weight"))
     message = r"^logits of row 0: expected finite numbers, got NaN or infinity after 0 new tokens; [^\n]+$"
     with pytest.raises(FloatingPointError, match=message):
         lm.generate([[40, 51, 62]], max_new_tokens=6)
@@ -291,7 +308,7 @@ def test_tokens_before_the_first_broken_one_are_right():
     # The row of one token in the embedding is NaN: nothing shows until that token is fed.
     prompt, golden = tiny_model.prompts("llama_gqa")[0], tiny_model.greedy("llama_gqa")[0]
     place = next(idx for idx in range(2, 24) if golden[idx] not in [*prompt, *golden[:idx]])
-    lm = with_nan(tiny_model.load("llama_gqa"), ("embedding", "weight"), golden[place])
+    lm = tiny_model.with_nan(tiny_model.load("llama_gqa"), ("embedding", "weight"), golden[place])
     seen = []
     with pytest.raises(FloatingPointError, match=f"after {place + 1} new tokens"):
         for chunk in lm.stream([prompt], max_new_tokens=24, ignore_eos=True, steps_per_look=1):

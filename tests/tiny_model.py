@@ -11,7 +11,7 @@ import numpy as np
 
 import jdecode
 from jdecode import config, generation, language_model, sampling
-from jdecode.models import transformer
+from jdecode.models import panels, transformer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NUM_GREEDY = 24
@@ -53,6 +53,18 @@ def make(seed: int = 3, dtype: str = "float32", **shapes: Any) -> language_model
     params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return language_model.LanguageModel(config=model_config, model=model, params=params, tokenizer=None)
+
+
+def with_nan(
+    lm: language_model.LanguageModel, path: tuple[str, str], row: int | None = None
+) -> language_model.LanguageModel:
+    """Returns the model with a matrix, or one row of it, of NaN."""
+    module, name = path
+    matrix = lm.params["params"][module][name]
+    matrix = matrix.rows() if isinstance(matrix, panels.Panels) else matrix
+    broken = matrix.at[slice(None) if row is None else row].set(np.nan)
+    changed = {**lm.params["params"], module: {name: broken}}
+    return dataclasses.replace(lm, params={"params": changed})
 
 
 def rows(result: generation.GenerateResult) -> list[list[int]]:

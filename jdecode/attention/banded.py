@@ -78,8 +78,8 @@ def _band(q_BKGTH, k_BCKH, v_BCKH, mask_BTC, soft_cap: float | None) -> jax.Arra
     score_BKGTC = jnp.where(mask_BKGTC, visibility.soft_capped(score_BKGTC, soft_cap), _HIDDEN)
     max_BKGT1 = jax.lax.stop_gradient(score_BKGTC.max(axis=-1, keepdims=True))
     weight_BKGTC = jnp.exp(score_BKGTC - max_BKGT1)
-    # A query that sees nothing has the maximum _HIDDEN and would weigh every key alike.
-    weight_BKGTC = jnp.where(max_BKGT1 > _HIDDEN, weight_BKGTC, 0.0)
+    # A query that sees nothing has the maximum _HIDDEN and would weigh every key alike; one that sees NaN keeps NaN.
+    weight_BKGTC = jnp.where(max_BKGT1 <= _HIDDEN, 0.0, weight_BKGTC)
     sum_BKGT1 = weight_BKGTC.sum(axis=-1, keepdims=True)
     out_BKGTH = jnp.einsum(
         "BKGTC,BCKH->BKGTH", weight_BKGTC.astype(v_BCKH.dtype), v_BCKH, preferred_element_type=jnp.float32

@@ -3,6 +3,11 @@
 A call may read several segments, for instance an old ring buffer and, beside it, the block that has not been written
 yet. How rows of keys and values are stored is hidden behind ``Rows``, so that a quantised or a paged store is read
 block by block as a plain one is, and never unpacked as a whole.
+
+A mask hides a key by its score, which is replaced whatever it is, but a value only by a weight of 0, and zero times NaN
+is NaN. So values that are not finite never get into a segment: ``faults_in_keys`` writes NaN into the key instead, in
+the rows that are written anyway. Backends then need no test of their own: whoever sees the slot gets NaN, by its score,
+and whoever does not sees a value of 0 with the weight 0. That holds for slots of tokens that were taken back, too.
 """
 
 import dataclasses
@@ -61,7 +66,7 @@ class Segment:
     """A run of slots to attend over.
 
     Attributes:
-      keys, values: see ``Rows``.
+      keys, values: see ``Rows``. In every slot that holds a position the values are finite, see ``faults_in_keys``.
       position_BS: int32, the absolute position that each slot holds, or ``EMPTY``.
       first_slot, end_slot: int32 scalars. No slot outside ``first_slot .. end_slot - 1`` is visible to any query of
         the call. A promise that saves work: the cost of a call follows these bounds, not S.
@@ -77,8 +82,25 @@ class Segment:
     is_block: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
+def faults_in_keys(k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Moves what is not finite to the keys, where a mask hides it; see the module's text.
+
+    Number by number, without a sum over H: one NaN in a key is enough to make every score with it NaN.
+
+    Args:
+      k_BTKH, v_BTKH: keys and values in the dtype in which they are stored: a cast may overflow.
+
+    Returns:
+      Keys with NaN where they or the values were not finite; values with 0 where they were not. All else is as it was.
+    """
+    is_sound_BTKH = jnp.isfinite(v_BTKH)
+    k_BTKH = jnp.where(is_sound_BTKH & jnp.isfinite(k_BTKH), k_BTKH, jnp.asarray(jnp.nan, k_BTKH.dtype))
+    return k_BTKH, jnp.where(is_sound_BTKH, v_BTKH, jnp.zeros((), v_BTKH.dtype))
+
+
 def whole_segment(k_BSKH: jax.Array, v_BSKH: jax.Array, position_BS: jax.Array, *, is_block: bool = False) -> Segment:
-    """Makes a segment of arrays, all of whose slots may be visible."""
+    """Makes a segment of arrays, all of whose slots may be visible; ``faults_in_keys`` is applied."""
+    k_BSKH, v_BSKH = faults_in_keys(k_BSKH, v_BSKH)
     return Segment(
         keys=ArrayRows(data_BSKH=k_BSKH),
         values=ArrayRows(data_BSKH=v_BSKH),

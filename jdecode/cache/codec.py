@@ -24,5 +24,8 @@ class Codec(Protocol):
         ...
 
     def round_trip(self, x_BTKH: jax.Array) -> segment.Rows:
-        """Returns rows of T slots that read as ``x_BTKH`` would after it was written."""
+        """Returns rows of T slots that read as ``x_BTKH`` would after it was written.
+
+        What they read as may be written in its place, and reads the same.
+        """
         ...

@@ -155,22 +155,30 @@ class CachedLayer:
     num_sinks: int
 
     def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[LayerStore, tuple[segment_lib.Segment, ...]]:
-        """Writes the block's keys and values; returns the layer's rows after it, and what its queries attend over."""
+        """Writes the block's keys and values; returns the layer's rows after it, and what its queries attend over.
+
+        What is not finite is written into keys alone (``segment.faults_in_keys``), so that a proposal that is refused
+        harms nobody, neither in its own block nor as a slot past the length.
+        """
         cache, block = self.cache, self.block
+        block_len = k_BTKH.shape[1]
+        k_BTKH, v_BTKH = segment_lib.faults_in_keys(
+            cache.codec.round_trip(k_BTKH).block(0, block_len), cache.codec.round_trip(v_BTKH).block(0, block_len)
+        )
         idx = cache.layout_idx[self.layer_idx]
         layout, old = cache.layouts[idx], cache.stores[self.layer_idx]
         new = LayerStore(
             keys=cache.codec.write(old.keys, block.slots[idx], k_BTKH),
             values=cache.codec.write(old.values, block.slots[idx], v_BTKH),
         )
-        if k_BTKH.shape[1] <= layout.max_block_len:
+        if block_len <= layout.max_block_len:
             return new, (self._stored_segment(new, block.positions[idx], block.length_B),)
         fresh = segment_lib.Segment(
             keys=cache.codec.round_trip(k_BTKH),
             values=cache.codec.round_trip(v_BTKH),
             position_BS=block.stored_position_BT,
             first_slot=jnp.int32(0),
-            end_slot=jnp.int32(k_BTKH.shape[1]),
+            end_slot=jnp.int32(block_len),
             is_block=True,
         )
         # The old slots still hold tokens that were taken back; in the fresh block others have their positions.

@@ -162,6 +162,34 @@ def test_hidden_keys_are_nothing(attend):
         np.testing.assert_array_equal(got[1:], expected[1:])
 
 
+FAULTS = [("keys", np.nan), ("keys", np.inf), ("keys", -np.inf), ("values", np.nan), ("values", np.inf)]
+
+
+def _with_fault(k, v, where: str, slot: int, fault: float):
+    """Returns copies with one number of row 0, key/value head 1, that is not finite."""
+    k, v = k.copy(), v.copy()
+    (k if where == "keys" else v)[0, slot, 1, 2] = fault
+    return k, v
+
+
+def _check_fault(got, expected, is_seen_T: list[bool]) -> None:
+    """Those who see the fault get NaN, in all of the head's numbers; nobody else changes by a bit."""
+    expected = np.asarray(expected).copy()
+    expected[0, is_seen_T, 2:] = np.nan  # query heads 2 and 3 read key/value head 1
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("where", "fault"), FAULTS)
+def test_a_fault_reaches_those_who_see_it_alone(attend, where, fault):
+    q, k, v = _inputs(4, 2)
+    options = {"scale": 0.4, "window": 4, "num_sinks": 2, "soft_cap": 5.0}
+    expected = attend(q, jnp.asarray(QUERY_POSITIONS), _segments(k, v), **options)
+    for slot, position in enumerate(POSITIONS[0].tolist()):
+        got = attend(q, jnp.asarray(QUERY_POSITIONS), _segments(*_with_fault(k, v, where, slot, fault)), **options)
+        is_seen_T = [plain_attention.sees(query, position, 4, 2) for query in QUERY_POSITIONS[0]]
+        _check_fault(got, expected, is_seen_T)
+
+
 # The soft cap was left out as a "temporary" step (vllm-project/vllm#5908). Order: scale, cap, mask.
 def test_order_of_scale_cap_and_mask(attend):
     # q·k is 120, 0 and 400 for positions 0, 1, 2; times the scale 60, 0, 200; capped at 5: 5 tanh(12) = 5, 0, 5.
@@ -316,6 +344,17 @@ def test_hidden_keys_of_a_block_are_nothing(attend_block):
         for query in range(T):
             assert np.array_equal(got[0, query], expected[0, query]) != plain_attention.sees(query, slot, 3, 0)
         np.testing.assert_array_equal(got[1:], expected[1:])
+
+
+@pytest.mark.parametrize(("where", "fault"), FAULTS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_fault_of_a_block_reaches_those_who_see_it_alone(attend_block, where, fault, window):
+    q, k, v = _block_inputs()
+    options = {"scale": 0.4, "window": window}
+    expected = attend_block(q, jnp.asarray(BLOCK_QUERIES), _block(k, v), **options)
+    for slot in range(T):
+        got = attend_block(q, jnp.asarray(BLOCK_QUERIES), _block(*_with_fault(k, v, where, slot, fault)), **options)
+        _check_fault(got, expected, [plain_attention.sees(query, slot, window, 0) for query in range(T)])
 
 
 def test_order_of_scale_and_cap_in_a_block(attend_block):

@@ -229,6 +229,24 @@ def test_padding_is_not_stored(slack, block_len):
         np.testing.assert_array_equal(where, [[0, slot]])
 
 
+@pytest.mark.parametrize("slack", [0, 3])  # the block attends to itself; the block is written first
+def test_what_is_not_finite_is_written_into_keys_alone(slack):
+    session = _session(4, 0, slack, "auto", "float16")
+    k, v = np.ones((2, B, 4, K, H), np.float32)
+    v[1, 2, 0, 3] = 1e6  # infinite in float16
+    v[0, 1, 2, 1], k[0, 3, 1, 2] = np.nan, -np.inf
+    expected_k, expected_v = k.copy(), v.copy()
+    for place in [(1, 2, 0, 3), (0, 1, 2, 1)]:
+        expected_k[place], expected_v[place] = np.nan, 0
+    expected_k[0, 3, 1, 2] = np.nan
+    arguments = (jnp.asarray(k), jnp.asarray(v), jnp.full(B, 4, jnp.int32))
+    session.cache, seen, _ = append(session.cache, *arguments, window=4, num_sinks=0)
+    store = session.cache.stores[0]
+    for keys, values in (seen[-1][1:3], (_every_row(store.keys), _every_row(store.values))):
+        np.testing.assert_array_equal(keys[:, :4], expected_k)
+        np.testing.assert_array_equal(values[:, :4], expected_v)
+
+
 # Both K and V are donated, and a donated buffer that cannot be used, or is used twice, is a warning or an error here
 # (liesel-devs/liesel#272, jax-ml/jax#9675, #12514).
 @pytest.mark.parametrize("dtype", DTYPES)
