@@ -7,7 +7,6 @@ import jax
 from jdecode import config as config_lib
 from jdecode import request as request_lib
 from jdecode.models import transformer
-from jdecode.parallel import device_memory
 from jdecode.speculative import draft as draft_lib
 from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, pace, speculation
 from jdecode.speculative import verify as verify_lib
@@ -31,8 +30,6 @@ def make_speculation(
     verify: str = DEFAULT.verify,
     adaptive_draft: bool = DEFAULT.adaptive,
     cache: config_lib.CacheConfig,
-    num_rows: int,
-    capacity: int,
 ) -> speculation.Speculation | None:
     """Checks a draft against its target.
 
@@ -42,7 +39,6 @@ def make_speculation(
       verify: a name of ``verify.RULES``.
       adaptive_draft: whether fewer are proposed while few are accepted.
       cache: layout and dtype, of the draft's cache too.
-      num_rows, capacity: of the request, for the size of the draft's cache.
 
     Raises:
       ValueError, TypeError: something that cannot be honoured, one line.
@@ -63,9 +59,6 @@ def make_speculation(
             )
         return None
     chosen, params = _chosen(target, draft, speculation.with_slack(cache, num_draft_tokens))
-    if isinstance(chosen, draft_model.ModelDraft):
-        shapes = jax.eval_shape(lambda: chosen.init_cache(num_rows, capacity))
-        device_memory.check(shapes, target.mesh, f"the draft's cache of {num_rows} rows x {capacity} slots")
     return speculation.Speculation(
         draft=chosen,
         draft_params=params,

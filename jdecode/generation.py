@@ -45,6 +45,17 @@ def output_len_for(max_new_tokens: int) -> int:
     return max(LEAST_OUTPUT_LEN, shapes.power_of_two_at_least(max_new_tokens))
 
 
+def max_len_for(cache: kv_cache.KVCache, num_tokens: int) -> int:
+    """Returns for how many tokens of a row, prompt and output, a draft and the history of penalties have room.
+
+    Args:
+      cache: its arrays may be shapes.
+      num_tokens: of the longest row.
+    """
+    # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
+    return cache.max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(num_tokens))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
     """What one row has added to its text since the chunk before.
@@ -149,8 +160,7 @@ class TextStream:
         held = history or [()] * len(request.prompts)
         self._whole_prompts = [[*before, *prompt] for before, prompt in zip(held, request.prompts, strict=True)]
         longest = max(len(ids) for ids in self._whole_prompts) + request.max_new_tokens
-        # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
-        self._max_len = cache.max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(longest))
+        self._max_len = max_len_for(cache, longest)
         self._sampling_params = self._make_sampling_params()
 
     @property
