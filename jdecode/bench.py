@@ -92,8 +92,7 @@ def _prompt(arguments: argparse.Namespace, run: config.RunConfig) -> str:
 def _measure(
     chosen: command_line.Settings, own: config.SpeculativeConfig, prompt: str, gammas: tuple[int, ...], rounds: int
 ) -> dict[str, Any]:
-    lm = command_line.load_model(chosen)
-    drafting = draft_arguments.drafting(chosen, own)
+    lm, drafting = draft_arguments.load_models(chosen, own)
     from jdecode import speculative_bench  # late: it imports jax
 
     plan = speculative_bench.Plan(

@@ -69,13 +69,13 @@ def _main(argv: Sequence[str] | None) -> None:
     arguments = build_parser().parse_args(argv)
     chosen = command_line.settings(arguments)
     speculative = draft_arguments.settings(arguments, chosen.run.speculative)
-    lm = command_line.load_model(chosen)
+    lm, drafting = draft_arguments.load_models(chosen, speculative)
     session = lm.chat_session(
         sampling=chosen.run.sampling,
         cache=chosen.run.cache,
         capacity=chosen.capacity,
         system=arguments.system,
-        **draft_arguments.drafting(chosen, speculative),
+        **drafting,
     )
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:

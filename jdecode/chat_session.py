@@ -59,11 +59,19 @@ class ChatSession:
         self._capacity = min(lm.config.max_positions, DEFAULT_CAPACITY)
         if capacity is not None:
             self._capacity = request_lib.count("capacity", capacity, least=1)
-        self._speculation = drafts.make_speculation(lm, cache=cache, num_rows=1, capacity=self._capacity, **drafting)
+        self._speculation = drafts.make_speculation(lm, cache=cache, **drafting)
         self._most_drafted = 0
         if self._speculation is not None:
             self._most_drafted = self._speculation.num_draft_tokens
             self._cache_config = speculation_lib.with_slack(cache, self._most_drafted)
+        lm.check_memory(
+            1,
+            self._capacity,
+            self._cache_config,
+            num_tokens=self._capacity,
+            max_new_tokens=self._capacity,
+            speculation=self._speculation,
+        )
         self.messages: list[dict[str, Any]] = []
         self._turn = 0  # goes up with every send and reset: a reply of an earlier turn counts no more
         self._kept: _Kept | None = None

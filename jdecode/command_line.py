@@ -21,6 +21,7 @@ from jdecode import compilation_cache, config, config_file
 
 if TYPE_CHECKING:
     from jdecode import language_model
+    from jdecode.weights import checkpoint
 
 TRACEBACK_VARIABLE = "JDECODE_TRACEBACK"  # set to anything: errors keep their traceback
 INTERRUPTED_STATUS = 130  # what shells report for Ctrl-C
@@ -221,17 +222,29 @@ def _sampling(arguments: argparse.Namespace, base: config.SamplingConfig) -> con
         raise ValueError(f"--{name.replace('_', '-')}:{rest}" if name in given else str(error)) from None
 
 
-def load_model(chosen: Settings) -> "language_model.LanguageModel":
-    """Loads the model, with compiled programs kept for the next run.
+def load_weights(chosen: Settings, source: "str | checkpoint.Checkpoint") -> "language_model.LanguageModel":
+    """Loads any model in the dtype and on the devices of the settings, with compiled programs kept for the next run.
 
     Raises:
-      ValueError, FileNotFoundError: if the weights cannot be read, or are not of the config's architecture.
+      ValueError, FileNotFoundError: the weights cannot be read.
     """
     compilation_cache.enable()
     from jdecode import language_model  # late: it imports jax
 
     mesh_config = None if chosen.run.mesh == config.MeshConfig() else chosen.run.mesh
-    lm = language_model.load(chosen.source, dtype=chosen.weight_dtype, mesh=mesh_config)
+    return language_model.load(source, dtype=chosen.weight_dtype, mesh=mesh_config)
+
+
+def load_model(chosen: Settings, opened: "checkpoint.Checkpoint | None" = None) -> "language_model.LanguageModel":
+    """Loads the model of the settings.
+
+    Args:
+      opened: the same, where it is open already.
+
+    Raises:
+      ValueError, FileNotFoundError: if the weights cannot be read, or are not of the config's architecture.
+    """
+    lm = load_weights(chosen, chosen.source if opened is None else opened)
     difference = chosen.run.architecture and architecture_difference(chosen.run.architecture, lm.config)
     if difference:
         raise ValueError(

@@ -1,17 +1,20 @@
 """The flags of speculative decoding, which several front doors share."""
 
 import argparse
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jdecode import command_line, config
 
 if TYPE_CHECKING:
-    from jdecode import request
+    from jdecode import language_model, request
+    from jdecode.weights import checkpoint
 
 NO_DRAFT = "none"
 # Those of jdecode.drafts, which imports jax; a test holds them together.
-DRAFTS_WITHOUT_WEIGHTS = ("ngram", "layer_skip")
+NGRAM, LAYER_SKIP = DRAFTS_WITHOUT_WEIGHTS = ("ngram", "layer_skip")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,26 +66,54 @@ def settings(arguments: argparse.Namespace, base: config.SpeculativeConfig) -> c
     return dataclasses.replace(base, draft=draft, **given)
 
 
-def drafting(chosen: command_line.Settings, own: config.SpeculativeConfig) -> "request.DraftOptions":
-    """Returns the options of ``LanguageModel.stream`` about the draft, which is loaded where it is a model.
+def load_models(
+    chosen: command_line.Settings, own: config.SpeculativeConfig
+) -> "tuple[language_model.LanguageModel, request.DraftOptions]":
+    """Loads the model, and the draft where it is one; whether they fit is checked before any weights are read.
+
+    Returns:
+      The model, and the options of ``LanguageModel.stream`` about the draft.
 
     Raises:
-      ValueError, FileNotFoundError: the draft's weights cannot be read.
+      ValueError, FileNotFoundError: weights cannot be read, or the draft does not fit.
     """
     draft: Any = own.draft
     if draft is None:
-        return {}
-    if draft not in DRAFTS_WITHOUT_WEIGHTS:
-        from jdecode import language_model  # late: it imports jax
-
-        mesh_config = None if chosen.run.mesh == config.MeshConfig() else chosen.run.mesh
-        try:
-            draft = language_model.load(draft, dtype=chosen.weight_dtype, mesh=mesh_config)
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"--draft: {error}; or give {' or '.join(DRAFTS_WITHOUT_WEIGHTS)}") from None
-    return {
+        return command_line.load_model(chosen), {}
+    opened = None
+    if draft != NGRAM:
+        checked, opened = _checked(chosen, draft)
+        if draft != LAYER_SKIP:
+            with _as_draft():  # the smaller one first: its faults show sooner
+                draft = command_line.load_weights(chosen, checked)
+    lm = command_line.load_model(chosen, opened)
+    return lm, {
         "draft": draft,
         "num_draft_tokens": own.num_draft_tokens,
         "verify": own.verify,
         "adaptive_draft": own.adaptive,
     }
+
+
+def _checked(chosen: command_line.Settings, draft: str) -> "tuple[str | checkpoint.Checkpoint, checkpoint.Checkpoint]":
+    """Opens draft and target without their weights, and refuses what does not fit; a name stays a name."""
+    from jdecode import drafts  # late: it imports jax
+    from jdecode.weights import checkpoint
+
+    with _as_draft():
+        opened = draft if draft in DRAFTS_WITHOUT_WEIGHTS else checkpoint.open_checkpoint(draft)
+    target = checkpoint.open_checkpoint(chosen.source)
+    try:
+        drafts.check_opened(target, opened)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None  # it begins with the word draft
+    return opened, target
+
+
+@contextlib.contextmanager
+def _as_draft() -> Iterator[None]:
+    """Says of an error within that it is about the draft's weights."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"--draft: {error}; or give {' or '.join(DRAFTS_WITHOUT_WEIGHTS)}") from None

@@ -1,15 +1,17 @@
 """From what a caller names as a draft to a ``Speculation`` that fits the target."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
 from jdecode import config as config_lib
 from jdecode import request as request_lib
-from jdecode.parallel import device_memory
+from jdecode.models import transformer
 from jdecode.speculative import draft as draft_lib
 from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, pace, speculation
 from jdecode.speculative import verify as verify_lib
+from jdecode.text import tokenizer as tokenizer_lib
+from jdecode.weights import checkpoint
 
 if TYPE_CHECKING:
     from jdecode import language_model
@@ -28,8 +30,6 @@ def make_speculation(
     verify: str = DEFAULT.verify,
     adaptive_draft: bool = DEFAULT.adaptive,
     cache: config_lib.CacheConfig,
-    num_rows: int,
-    capacity: int,
 ) -> speculation.Speculation | None:
     """Checks a draft against its target.
 
@@ -39,7 +39,6 @@ def make_speculation(
       verify: a name of ``verify.RULES``.
       adaptive_draft: whether fewer are proposed while few are accepted.
       cache: layout and dtype, of the draft's cache too.
-      num_rows, capacity: of the request, for the size of the draft's cache.
 
     Raises:
       ValueError, TypeError: something that cannot be honoured, one line.
@@ -60,9 +59,6 @@ def make_speculation(
             )
         return None
     chosen, params = _chosen(target, draft, speculation.with_slack(cache, num_draft_tokens))
-    if isinstance(chosen, draft_model.ModelDraft):
-        shapes = jax.eval_shape(lambda: chosen.init_cache(num_rows, capacity))
-        device_memory.check(shapes, target.mesh, f"the draft's cache of {num_rows} rows x {capacity} slots")
     return speculation.Speculation(
         draft=chosen,
         draft_params=params,
@@ -95,7 +91,33 @@ def _chosen(
     )
 
 
-def _check_vocabulary(target: "language_model.LanguageModel", draft: "language_model.LanguageModel") -> None:
+class _WithVocabulary(Protocol):
+    """A model, loaded or only opened."""
+
+    @property
+    def config(self) -> config_lib.ModelConfig: ...
+
+    @property
+    def tokenizer(self) -> tokenizer_lib.Tokenizer | None: ...
+
+
+def check_opened(target: checkpoint.Checkpoint, draft: checkpoint.Checkpoint | str) -> None:
+    """Checks, before any weights are read, whether a draft fits its target.
+
+    Args:
+      target: opened, not loaded.
+      draft: likewise, or the name of a draft without weights of its own.
+
+    Raises:
+      ValueError: it does not fit, one line.
+    """
+    if isinstance(draft, checkpoint.Checkpoint):
+        _check_vocabulary(target, draft)
+    elif draft == LAYER_SKIP:
+        draft_layer_skip.LayerSkipDraft.of(transformer.Transformer(target.config))
+
+
+def _check_vocabulary(target: _WithVocabulary, draft: _WithVocabulary) -> None:
     """Refuses a draft whose ids stand for other strings. Ids that only one of them has are never proposed."""
     if target.tokenizer is None or draft.tokenizer is None:
         if draft.config.vocab_size != target.config.vocab_size:
@@ -122,4 +144,10 @@ def _costs(target: "language_model.LanguageModel", draft: draft_lib.Draft, param
     elif isinstance(draft, draft_model.ModelDraft):
         share = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / target.weight_bytes
     platform = next(iter(jax.tree.leaves(target.params)[0].devices())).platform
-    return pace.estimate(platform, target_bytes=target.weight_bytes, draft_share=share, is_drawn=share > 0)
+    return pace.estimate(
+        platform,
+        target_bytes=target.weight_bytes,
+        draft_share=share,
+        is_drawn=share > 0,
+        is_look_up=isinstance(draft, draft_ngram.NgramDraft),
+    )

@@ -192,7 +192,7 @@ def _main(argv: Sequence[str] | None) -> None:
     chosen = command_line.settings(arguments)
     speculative = draft_arguments.settings(arguments, chosen.run.speculative)
     prompt = _read_prompt(arguments, chosen.run)
-    lm = command_line.load_model(chosen)
+    lm, drafting = draft_arguments.load_models(chosen, speculative)
     prompt_ids = _encode(lm, prompt)
     request = {
         "max_new_tokens": chosen.run.max_new_tokens,
@@ -204,7 +204,7 @@ def _main(argv: Sequence[str] | None) -> None:
         "logprobs": arguments.logprobs,
         "cache": chosen.run.cache,
         "capacity": chosen.capacity,
-        **draft_arguments.drafting(chosen, speculative),
+        **drafting,
     }
     if arguments.json:
         result = lm.generate([prompt_ids], **request)

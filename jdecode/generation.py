@@ -45,6 +45,17 @@ def output_len_for(max_new_tokens: int) -> int:
     return max(LEAST_OUTPUT_LEN, shapes.power_of_two_at_least(max_new_tokens))
 
 
+def max_len_for(cache: kv_cache.KVCache, num_tokens: int) -> int:
+    """Returns for how many tokens of a row, prompt and output, a draft and the history of penalties have room.
+
+    Args:
+      cache: its arrays may be shapes.
+      num_tokens: of the longest row.
+    """
+    # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
+    return cache.max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(num_tokens))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
     """What one row has added to its text since the chunk before.
@@ -108,10 +119,12 @@ class TextStream:
       cache: after exhaustion the cache with every row's text but its latest token.
 
     ``result.stats`` holds ``first_token_seconds`` (from the call to the first token, compilation included),
-    ``prefill_seconds`` (to the first token) and ``decode_seconds`` (after it), both without compilation and without
-    the time that the reader took between chunks, ``decode_tokens_per_second`` (all rows), ``compile_seconds``,
-    ``prompt_tokens`` and ``new_tokens`` (counts, all rows), ``kv_cache_bytes`` and ``weight_bytes``; with speculation
-    also those of ``speculative.statistics.summary``, ``draft_cache_bytes`` and ``draft_weight_bytes``.
+    ``prefill_seconds`` (to the first token, the draft's reading of the prompts included) and ``decode_seconds`` (after
+    it), both without compilation and without the time that the reader took between chunks,
+    ``decode_tokens_per_second`` (all rows), ``compile_seconds``, ``prompt_tokens`` and ``new_tokens`` (counts, all
+    rows), ``kv_cache_bytes`` and ``weight_bytes``; with speculation also those of ``speculative.statistics.summary``
+    (counted by the device loop, before the host cuts at a stop string: ``accepted`` may hold tokens that
+    ``new_tokens`` does not), ``draft_cache_bytes`` and ``draft_weight_bytes``.
     """
 
     def __init__(
@@ -147,8 +160,7 @@ class TextStream:
         held = history or [()] * len(request.prompts)
         self._whole_prompts = [[*before, *prompt] for before, prompt in zip(held, request.prompts, strict=True)]
         longest = max(len(ids) for ids in self._whole_prompts) + request.max_new_tokens
-        # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
-        self._max_len = cache.max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(longest))
+        self._max_len = max_len_for(cache, longest)
         self._sampling_params = self._make_sampling_params()
 
     @property
@@ -219,7 +231,8 @@ class TextStream:
             num_top_logprobs=request.num_top_logprobs,
         )
         if self._speculation is not None:
-            self._drafting = self._begin_drafting(self._speculation, first)
+            # Waited for, as ``_look`` waits for the first tokens: what is still running would count as decoding.
+            self._drafting = jax.block_until_ready(self._begin_drafting(self._speculation, first))
         self._state = first
         return self._look()
 

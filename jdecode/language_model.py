@@ -25,6 +25,7 @@ from jdecode.parallel import mesh as mesh_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
+from jdecode.weights import checkpoint
 from jdecode.weights import load as load_lib
 
 LEAST_CAPACITY = 256
@@ -77,6 +78,38 @@ class LanguageModel:
         init = self._cache_init(batch_size, request_lib.count("capacity", capacity, least=1), cache)
         device_memory.check(jax.eval_shape(init), self.mesh, f"a cache of {batch_size} rows x {capacity} slots")
         return init(mesh=self.mesh)
+
+    def check_memory(
+        self,
+        num_rows: int,
+        slots: int,
+        cache: config_lib.CacheConfig,
+        *,
+        num_tokens: int,
+        max_new_tokens: int,
+        logprobs: int | None = None,
+        speculation: speculation_lib.Speculation | None = None,
+    ) -> None:
+        """Refuses what the devices cannot hold together: the caches of model and draft, and the buffers of output.
+
+        Args:
+          num_rows: B.
+          slots: of a row of the model's cache.
+          cache: layout and dtype.
+          num_tokens: of the longest row, prompt and output.
+          max_new_tokens, logprobs: see ``stream``.
+          speculation: ``None`` for no draft.
+
+        Raises:
+          ValueError: they are larger than the memory of the devices.
+        """
+        row = jax.eval_shape(self._cache_init(1, slots, cache))
+        draft_row = () if speculation is None else speculation.cache_shapes(generation.max_len_for(row, num_tokens))
+        numbers_a_token = 1 if logprobs is None else 2 + 2 * logprobs
+        buffers = jax.ShapeDtypeStruct((generation.output_len_for(max_new_tokens), numbers_a_token), np.float32)
+        names = "cache, draft's cache and output" if jax.tree.leaves(draft_row) else "cache and output"
+        what = f"{names} of {num_rows} rows x {slots} slots"
+        device_memory.check((row, draft_row, buffers), self.mesh, what, times=num_rows)
 
     def encode(self, prompt: str) -> list[int]:
         """Turns a raw prompt into token ids, with the start token if the tokenizer adds one.
@@ -165,7 +198,8 @@ class LanguageModel:
         num_samples = request_lib.count("num_samples", num_samples, least=1)
         if logprobs is not None:
             logprobs = request_lib.count("logprobs", logprobs, least=0, most=self.config.vocab_size)
-        slots = self._slots(max(len(prompt) for prompt in ids), max_new_tokens, capacity)
+        longest = max(len(prompt) for prompt in ids) + max_new_tokens
+        slots = self._slots(longest, max_new_tokens, capacity)
         speculation = drafts.make_speculation(
             self,
             draft=draft,
@@ -173,12 +207,18 @@ class LanguageModel:
             verify=verify,
             adaptive_draft=adaptive_draft,
             cache=cache,
-            num_rows=len(ids) * num_samples,
-            capacity=slots,
         )
         if speculation is not None:
             cache = speculation_lib.with_slack(cache, speculation.num_draft_tokens)
-        self._check_memory(len(ids) * num_samples, slots, cache, max_new_tokens, logprobs)
+        self.check_memory(
+            len(ids) * num_samples,
+            slots,
+            cache,
+            num_tokens=longest,
+            max_new_tokens=max_new_tokens,
+            logprobs=logprobs,
+            speculation=speculation,
+        )
         request = request_lib.resolve(
             ids,
             vocab_size=self.config.vocab_size,
@@ -246,9 +286,8 @@ class LanguageModel:
     def _prompt_ids(self, prompts: request_lib.Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
         return request_lib.prompt_rows(prompts, lengths, encode=self.encode, vocab_size=self.config.vocab_size)
 
-    def _slots(self, prompt_len: int, max_new_tokens: int, capacity: int | None) -> int:
+    def _slots(self, needed: int, max_new_tokens: int, capacity: int | None) -> int:
         """Returns the slots of a request's cache: ``capacity`` if it is enough, or what is needed."""
-        needed = prompt_len + max_new_tokens
         if capacity is None:
             return capacity_for(needed)
         capacity = request_lib.count("capacity", capacity, least=1)
@@ -258,16 +297,6 @@ class LanguageModel:
                 "raise the capacity, or shorten the prompt or the output"
             )
         return capacity
-
-    def _check_memory(
-        self, num_rows: int, slots: int, cache: config_lib.CacheConfig, max_new_tokens: int, logprobs: int | None
-    ) -> None:
-        """Refuses what the devices cannot hold: the cache of all rows, and their buffers of output."""
-        row = jax.eval_shape(self._cache_init(1, slots, cache))
-        numbers_a_token = 1 if logprobs is None else 2 + 2 * logprobs
-        buffers = jax.ShapeDtypeStruct((generation.output_len_for(max_new_tokens), numbers_a_token), np.float32)
-        what = f"cache and output of {num_rows} rows x {slots} slots"
-        device_memory.check((row, buffers), self.mesh, what, times=num_rows)
 
     def _cache_init(self, batch_size: int, capacity: int, cache: config_lib.CacheConfig):
         if not isinstance(cache, config_lib.CacheConfig):
@@ -298,7 +327,7 @@ def capacity_for(num_tokens: int) -> int:
 
 
 def load(
-    source: str | pathlib.Path,
+    source: str | pathlib.Path | checkpoint.Checkpoint,
     *,
     dtype: str = "auto",
     mesh: config_lib.MeshConfig | None = None,
@@ -309,7 +338,8 @@ def load(
 
     Args:
       source: the name of a packaged model (``"gqa_small"``), a folder with ``config.json`` and safetensors or Orbax
-        parameters, a ``.gguf`` file, or a hub id (``owner/name``).
+        parameters, a ``.gguf`` file, or a hub id (``owner/name``); or one of these that
+        ``weights.checkpoint.open_checkpoint`` has opened.
       dtype: of parameters and computation: ``"float32"``, ``"bfloat16"``, ``"float16"``; ``"auto"`` is float32 on a
         CPU and bfloat16 elsewhere.
       mesh: devices to spread the model over; ``None`` for the default one.
@@ -330,13 +360,14 @@ def load(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if mesh is not None and not isinstance(mesh, config_lib.MeshConfig):
         raise TypeError(f"mesh: expected a MeshConfig, got {type(mesh).__name__}")
-    if not isinstance(source, str | pathlib.Path) or not str(source) or "\0" in str(source):
+    if not isinstance(source, str | pathlib.Path | checkpoint.Checkpoint) or not str(source) or "\0" in str(source):
         raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
     placement = None if device_mesh is None else functools.partial(_mesh_placement, device_mesh)
     if device_mesh is None and weight_layout == "auto" and dtype == "float32" and jax.default_backend() == "cpu":
         placement = _panel_placement
-    loaded = load_lib.load_weights(source, dtype=dtype, placement=placement)
+    opened = source if isinstance(source, checkpoint.Checkpoint) else checkpoint.open_checkpoint(source)
+    loaded = load_lib.load_opened(opened, dtype=dtype, placement=placement)
     return LanguageModel(
         config=loaded.config,
         model=transformer.Transformer(loaded.config, backend=backend, dtype=dtype),

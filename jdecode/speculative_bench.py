@@ -89,8 +89,6 @@ class Plan:
             verify=self.verify,
             adaptive_draft=False,
             cache=self.cache,
-            num_rows=1,
-            capacity=self.slots,
         )
         if made is None:
             raise ValueError("draft: expected one to measure, got none")

@@ -12,6 +12,7 @@ import pytest
 
 import jdecode
 from jdecode import config
+from jdecode.weights import checkpoint
 
 REPLY = " Paris."
 STATS = {
@@ -59,6 +60,13 @@ class FakeChatSession:
         return FakeStream(f"reply {self.turns}", self.lm.result([[1, 2]], [f"reply {self.turns}"]))
 
 
+class FakeCheckpoint(str):
+    """An opened source: equal to its name."""
+
+    config: config.ModelConfig
+    tokenizer = None
+
+
 class FakeLanguageModel:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -97,6 +105,11 @@ class FakeLanguageModel:
             raise self.error
         return self
 
+    def open_checkpoint(self, source: str) -> FakeCheckpoint:
+        opened = FakeCheckpoint(source)
+        opened.config = self.config
+        return opened
+
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
@@ -130,4 +143,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeLanguageModel:
     module.load = lm.load  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(__import__("sys").modules, "jdecode.language_model", module)
     monkeypatch.setattr(jdecode, "language_model", module, raising=False)
+    monkeypatch.setattr(checkpoint, "open_checkpoint", lm.open_checkpoint)
     return lm

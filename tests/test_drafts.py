@@ -18,7 +18,7 @@ CHAIN = sampling.standard_chain()
 
 
 def make(lm, draft, **options):
-    return drafts.make_speculation(lm, draft=draft, cache=config.CacheConfig(), num_rows=2, capacity=64, **options)
+    return drafts.make_speculation(lm, draft=draft, cache=config.CacheConfig(), **options)
 
 
 def test_names_and_rules_stand_in_one_place():
@@ -108,12 +108,33 @@ def test_a_draft_on_other_devices_is_refused():
     assert make(elsewhere, elsewhere) is not None
 
 
-def test_a_draft_whose_cache_fits_nowhere_is_refused(monkeypatch):
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_w16"])  # with a full layer, and with rings alone
+def test_caches_that_fit_only_one_by_one_are_refused(name, monkeypatch):
+    lm, rows, limit = tiny_model.load(name), [[5, 6, 7], [8, 9]], {}
+    monkeypatch.setattr(device_memory, "total_bytes", lambda mesh: limit.get("bytes"))
+
+    options: Any = {"max_new_tokens": 300, "num_samples": 2, "num_draft_tokens": 3, "ignore_eos": True}
+    held = lm.generate(rows, draft=lm, **options).stats
+    # Beside the caches stand the tokens of the output, four bytes each, in a buffer of the next power of two.
+    both = held["kv_cache_bytes"] + held["draft_cache_bytes"] + 4 * 512 * 4
+    limit["bytes"] = both
+    lm.stream(rows, draft=lm, **options)
+    limit["bytes"] = both - 1
+    message = r"^memory: expected at most .* GiB for cache, draft's cache and output of 4 rows x 512 slots; [^\n]+$"
+    with pytest.raises(ValueError, match=message):
+        lm.stream(rows, draft=lm, **options)
+    lm.stream(rows, draft="ngram", **options)  # it has no cache
+
+
+def test_a_conversation_whose_caches_fit_only_one_by_one_is_refused(monkeypatch):
     lm = tiny_model.load("llama_gqa")
-    monkeypatch.setattr(device_memory, "total_bytes", lambda mesh: 10_000)
-    with pytest.raises(ValueError, match=r"memory: .* for the draft's cache of 2 rows x 64 slots"):
-        make(lm, lm)
-    assert make(lm, "ngram") is not None
+    cache = lm.init_cache(batch_size=1, capacity=2000)
+    monkeypatch.setattr(device_memory, "total_bytes", lambda mesh: 2 * cache.num_bytes)
+    # The buffer of the output is a little more.
+    lm.chat_session(capacity=2000)
+    lm.chat_session(capacity=2000, draft="ngram")
+    with pytest.raises(ValueError, match=r"^memory: .* for cache, draft's cache and output of 1 rows x 2000 slots; "):
+        lm.chat_session(capacity=2000, draft=lm)
 
 
 @pytest.mark.parametrize("slack", [0, 2, 3])

@@ -77,7 +77,7 @@ def test_every_flag_reaches_the_model(lm):
     assert generate.main(flags.split()) == 0
     mesh = config.MeshConfig(data=2, model=4)
     loads = [arguments for name, arguments in lm.calls if name == "load"]
-    assert loads == [{"source": source, "dtype": "float32", "mesh": mesh} for source in ("w", "d")]
+    assert loads == [{"source": source, "dtype": "float32", "mesh": mesh} for source in ("d", "w")]
     assert lm.asked("generate") == {
         "prompts": [[97]],
         "max_new_tokens": 9,

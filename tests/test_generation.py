@@ -3,12 +3,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdecode import config, generation
 from jdecode.decode import loop, prefill
+from jdecode.speculative import speculation
 from tests import tiny_model
+from tests.speculative import drafts_under_test
 
 STEPS = [1, 3, 8, loop.ALL_TOKENS]
 EOS = 2
@@ -264,6 +267,31 @@ def test_statistics():
     assert stats["decode_tokens_per_second"] == pytest.approx(5 / stats["decode_seconds"])
     for name in ("first_token_seconds", "prefill_seconds", "decode_seconds", "compile_seconds"):
         assert stats[name] >= 0
+
+
+@jax.jit
+def read_for_a_while(matrix: jax.Array) -> jax.Array:
+    """Returns 0, after some 10^10 products, which take the better part of a second."""
+    product = jax.lax.fori_loop(0, 600, lambda _, product: product @ matrix / 256, matrix)
+    return (product[0, 0] > 2).astype(jnp.int32)
+
+
+def test_what_a_draft_reads_of_the_prompt_is_prefill(monkeypatch):
+    begin = speculation.Speculation.begin
+
+    def begin_slowly(self, *arguments, **options):
+        # After all else, for a CPU's queue is short: a caller with some thirty operations waits of itself.
+        drafting = begin(self, *arguments, **options)
+        reading = drafting.memory["round"] + read_for_a_while(jnp.ones((256, 256)))
+        return dataclasses.replace(drafting, memory={**drafting.memory, "round": reading})
+
+    monkeypatch.setattr(speculation.Speculation, "begin", begin_slowly)
+    lm, draft = tiny_model.load_text(), drafts_under_test.ScriptedDraft((64,))
+    for _ in range(2):  # the first one compiles, which takes longer than the reading
+        text_stream = lm.stream([[40, 51, 62]], max_new_tokens=6, steps_per_look=1, draft=draft)
+        next(iter(text_stream))  # the first token: the clock of the prefill has been read
+        assert text_stream._drafting is not None
+        assert text_stream._drafting.memory["round"].is_ready()
 
 
 def test_broken_weights_are_an_error_and_not_a_text():

@@ -72,6 +72,12 @@ def rows(result: generation.GenerateResult) -> list[list[int]]:
     return [tokens[:length].tolist() for tokens, length in zip(result.tokens, result.lengths, strict=True)]
 
 
+def least_gap(result: generation.GenerateResult) -> float:
+    """Returns how far apart (nats) the two most likely tokens are where they are nearest; needs ``logprobs=2``."""
+    assert result.top_logprobs is not None
+    return min(best - second for row in result.top_logprobs for (_, best), (_, second) in row)
+
+
 @dataclasses.dataclass(frozen=True)
 class RepeatPrompt:
     """Makes each row write its own prompt again, whatever the model says; after that the model goes on alone.

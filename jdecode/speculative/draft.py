@@ -64,6 +64,8 @@ class Draft(Protocol):
     ) -> tuple[proposals_lib.Proposals, Any, kv_cache.KVCache]:
         """Proposes at most ``want_B`` (int32, 0 to ``task.most``) tokens a row. Pure, and can be traced.
 
+        With an adaptive length, to propose none counts as a proposal that was refused (see ``pace``).
+
         Args:
           task: static.
           params: of both sides.

@@ -5,6 +5,10 @@ makes the most of a round: the expected tokens of a round are 1 + α + … + α�
 ``Costs`` says what the round takes. If every n is clearly slower than plain decoding, the row pauses: it decodes
 plainly for a number of rounds, then tries again, and pauses twice as long each time that this changes nothing.
 
+A draft that is asked and proposes nothing (its logits are not finite, say) has cost its time all the same: that counts
+as one proposal that was refused. Only with a look-up it counts as nothing, for to find nothing is next to free, and
+the next token may be found.
+
 A row's pace depends on that row alone, and on nothing measured by a clock: the same seed gives the same text under
 ``rejection``, whatever the batch and the machine's load. All of it is traced, so that no value compiles anything.
 """
@@ -60,6 +64,7 @@ class Costs:
       block, place: see ``Machine``.
       greedy, random: of one choice, see ``Machine``.
       is_drawn: whether the draft draws its proposals, as the target does.
+      is_look_up: whether a round in which the draft is asked and finds nothing is as good as a plain one.
     """
 
     draft: float
@@ -68,16 +73,19 @@ class Costs:
     greedy: float
     random: float
     is_drawn: bool
+    is_look_up: bool = False
 
 
-def estimate(platform: str, *, target_bytes: int, draft_share: float, is_drawn: bool) -> Costs:
+def estimate(
+    platform: str, *, target_bytes: int, draft_share: float, is_drawn: bool, is_look_up: bool = False
+) -> Costs:
     """Estimates the costs from sizes alone.
 
     Args:
       platform: as ``jax.Device.platform`` names it.
       target_bytes: of the target's weights.
       draft_share: the draft's model as a share of the target's; 0 for a draft that has none.
-      is_drawn: see ``Costs``.
+      is_drawn, is_look_up: see ``Costs``.
     """
     machine = MACHINES.get(platform, ACCELERATOR)
     step_seconds = target_bytes / machine.bandwidth
@@ -88,6 +96,7 @@ def estimate(platform: str, *, target_bytes: int, draft_share: float, is_drawn: 
         greedy=machine.greedy / step_seconds,
         random=machine.random / step_seconds,
         is_drawn=is_drawn,
+        is_look_up=is_look_up,
     )
 
 
@@ -99,6 +108,7 @@ class Pace:
     Attributes:
       round_cost_BG: float32, what a round of 1 … G proposals takes; 1 is a plain step.
       is_adaptive_B: bool; other rows always propose G tokens.
+      counts_nothing_B: bool; whether nothing, where something was asked for, is a refused proposal.
       accepted_B, tested_B: float32, decayed counts.
       pause_B: int32, plain rounds that are left.
       next_pause_B: int32, rounds of the next pause.
@@ -106,6 +116,7 @@ class Pace:
 
     round_cost_BG: jax.Array
     is_adaptive_B: jax.Array
+    counts_nothing_B: jax.Array
     accepted_B: jax.Array
     tested_B: jax.Array
     pause_B: jax.Array
@@ -133,6 +144,7 @@ def begin(is_random_B: jax.Array, costs: Costs | None, num_draft_tokens: int) ->
     return Pace(
         round_cost_BG=round_cost_BG,
         is_adaptive_B=jnp.full(shape[0], costs is not None),
+        counts_nothing_B=jnp.full(shape[0], costs is not None and not costs.is_look_up),
         accepted_B=zeros_B,
         tested_B=zeros_B,
         pause_B=jnp.zeros(shape[0], jnp.int32),
@@ -154,13 +166,14 @@ def want(pace: Pace) -> jax.Array:
     return jnp.where(pace.is_adaptive_B, jnp.where(pace.pause_B > 0, 0, best_B), pace.round_cost_BG.shape[1])
 
 
-def update(pace: Pace, accepted_B: jax.Array, tested_B: jax.Array) -> Pace:
+def update(pace: Pace, accepted_B: jax.Array, tested_B: jax.Array, is_nothing_B: jax.Array) -> Pace:
     """Returns the pace after a round.
 
     Args:
-      accepted_B, tested_B: int32, of the round. A round that tested nothing (a pause, or a draft that had nothing to
-        propose) says nothing of the acceptance.
+      accepted_B, tested_B: int32, of the round. A round that tested nothing says nothing of the acceptance.
+      is_nothing_B: bool; whether the draft was asked for tokens and had none. False in a pause.
     """
+    tested_B = jnp.where(is_nothing_B & pace.counts_nothing_B, 1, tested_B)
     is_tested_B = tested_B > 0
     decay_B = jnp.where(is_tested_B, DECAY, 1.0)
     counted = dataclasses.replace(

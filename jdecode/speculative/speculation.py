@@ -1,15 +1,18 @@
 """All that speculative decoding adds to a request, in one value."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from jdecode import config as config_lib
 from jdecode import sampling
 from jdecode.decode import state
 from jdecode.models import transformer
 from jdecode.speculative import draft as draft_lib
-from jdecode.speculative import pace, speculative_round, statistics, verify
+from jdecode.speculative import draft_model, pace, speculative_round, statistics, verify
 
 
 def with_slack(cache: config_lib.CacheConfig, num_draft_tokens: int) -> config_lib.CacheConfig:
@@ -42,6 +45,12 @@ class Speculation:
     def params(self, target: Any) -> draft_lib.Params:
         """Returns the parameters of that step, given the target's."""
         return draft_lib.Params(target=target, draft=self.draft_params)
+
+    def cache_shapes(self, max_len: int) -> Any:
+        """Returns the shapes of a row of the draft's own cache, for ``max_len`` tokens; no leaves where it has none."""
+        if not isinstance(self.draft, draft_model.ModelDraft):
+            return ()
+        return jax.eval_shape(functools.partial(self.draft.init_cache, 1, max_len))
 
     def begin(
         self,

@@ -162,7 +162,8 @@ class SpeculativeRound:
         counts = statistics.add_round(
             drafting.counts, is_live_B, num_places, drafted_B=num_B, tested_B=tested_B, accepted_B=accepted_B
         )
-        pace = pace_lib.update(drafting.pace, accepted_B, tested_B)
+        is_nothing_B = (self._want(state) > 0) & (num_B == 0)
+        pace = pace_lib.update(drafting.pace, accepted_B, tested_B, is_nothing_B)
         memory = self.draft.settle(drafting.memory, state.decode, after)
         return SpeculativeState(decode=after, drafting=Drafting(memory=memory, pace=pace, counts=counts))
 

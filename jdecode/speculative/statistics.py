@@ -1,4 +1,9 @@
-"""What a run of speculative decoding counts. Only what was tested counts as tested."""
+"""What a run of speculative decoding counts. Only what was tested counts as tested.
+
+The counts are of the device loop, before the host cuts a text at a stop string: the loop learns of the string at the
+next look, and what it drafted, tested, accepted and emitted until then was real work and a real test of the draft. So
+``accepted`` may hold tokens that are not in the result. An end token, which the loop sees itself, ends the counts.
+"""
 
 import dataclasses
 from typing import Any
@@ -71,7 +76,7 @@ def add_round(
 
 
 def summary(counts: Counts) -> dict[str, Any]:
-    """Sums up for people, over all rows.
+    """Sums up for people, over all rows. All of it is of the device loop, see the module's text.
 
     Returns:
       ``drafted``, ``tested``, ``accepted``, ``target_calls``, ``target_places``; ``acceptance_rate``, accepted of

@@ -7,11 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jdecode import language_model
 from jdecode.speculative import proposals
 
 KINDS = ("model", "ngram", "layer_skip")
+
+
+def blocks(*ordinary: int) -> list[Any]:
+    """Returns numbers of proposals to parametrize with, 1 to 8: all but those named are ``exhaustive``."""
+    return [num if num in ordinary else pytest.param(num, marks=pytest.mark.exhaustive) for num in range(1, 9)]
 
 
 def noisy(lm: language_model.LanguageModel, share: float = 0.15) -> language_model.LanguageModel:

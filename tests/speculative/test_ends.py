@@ -91,6 +91,18 @@ def test_counts_are_of_what_was_tested():
     assert result.stats["acceptance_by_place"] == [1.0, 1.0, 0.0, None]
 
 
+@pytest.mark.parametrize(("steps", "num_on_device"), [(1, 6), (loop.ALL_TOKENS, 12)])
+def test_counts_are_of_the_device_loop_and_not_cut_at_a_stop_string(steps, num_on_device):
+    # Ids 3 .. 258 are the bytes 0 .. 255: 62 and 73 are ";" and "F". The first token, 40, comes from the prompt; then
+    # rounds write four that were accepted and one more. The string is complete with the fourth token, and the loop
+    # ends at the next look: after one round, or with the limit.
+    draft = drafts_under_test.ScriptedDraft((64,))
+    result = run([SCRIPT], draft=draft, stop=";F", steps_per_look=steps)
+    assert tiny_model.rows(result) == [SCRIPT[:4]] and result.stats["new_tokens"] == 4
+    # A call of the target emits what was accepted, and one token of its own.
+    assert result.stats["accepted"] + result.stats["target_calls"] == num_on_device - 1
+
+
 def test_no_proposals_are_no_error():
     result = run([SCRIPT], draft=drafts_under_test.ScriptedDraft((0,), num_proposed=(0,)))
     assert_alike(result, run([SCRIPT]))

@@ -1,5 +1,7 @@
 """With a draft the text is what it is without: greedy under both rules, and drawn under ``coupled``."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -8,9 +10,10 @@ from jdecode import config
 from tests import tiny_model
 from tests.speculative import drafts_under_test
 
-# mistral_w16 has rings of 16 slots and the slack: a prompt and 60 new tokens are over three windows.
+# Full layers, rings of 16 slots and the slack, and both: a prompt and 60 new tokens are over three windows.
 MODELS = ("llama_gqa", "mistral_w16", "gemma3_text")
 NUM_NEW = 60
+LEAST_GAP = 1e-3  # nats; blocks of other widths differ by less than 2e-4, as below
 SAMPLED = config.SamplingConfig(temperature=0.8, top_p=0.95)
 PENALISED = config.SamplingConfig(
     temperature=0.8,
@@ -59,6 +62,29 @@ def check_equal(lm, prompts, draft, num_draft_tokens, *, adaptive: bool, rule: s
 def test_greedy_is_plain_greedy(name, kind):
     lm = tiny_model.load(name)
     check_equal(lm, ragged(lm, 4), drafts_under_test.make(kind, lm), 3, adaptive=name == "gemma3_text")
+
+
+@functools.cache
+def plain_greedy(name: str) -> list[list[int]]:
+    """Returns what a model writes without a draft, past every end token."""
+    lm = tiny_model.load(name)
+    result = lm.generate(ragged(lm, 4), max_new_tokens=NUM_NEW, ignore_eos=True, logprobs=2)
+    assert tiny_model.least_gap(result) > LEAST_GAP
+    return tiny_model.rows(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+@pytest.mark.parametrize("num_draft_tokens", drafts_under_test.blocks(1, 5, 8))
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_plain_greedy_for_every_number_of_proposals(name, num_draft_tokens, kind):
+    lm = tiny_model.load(name)
+    draft = drafts_under_test.make(kind, lm)
+    options = {"max_new_tokens": NUM_NEW, "ignore_eos": True, "adaptive_draft": False}
+    result = lm.generate(ragged(lm, 4), draft=draft, num_draft_tokens=num_draft_tokens, **options)
+    assert tiny_model.rows(result) == plain_greedy(name)
+    stats = result.stats
+    assert stats["drafted"] >= stats["tested"] > stats["accepted"] > 0
 
 
 @pytest.mark.parametrize("kind", drafts_under_test.KINDS)

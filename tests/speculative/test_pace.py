@@ -1,5 +1,7 @@
 """How many tokens are proposed: by what was accepted lately, without a clock, row by row."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,9 +16,12 @@ def rows(num: int, costs: pace.Costs | None = COSTS) -> pace.Pace:
     return pace.begin(jnp.zeros(num, bool), costs, G)
 
 
-def after(now: pace.Pace, accepted: list[int], tested: list[int], *, rounds: int = 1) -> pace.Pace:
+def after(
+    now: pace.Pace, accepted: list[int], tested: list[int], *, nothing: list[bool] | None = None, rounds: int = 1
+) -> pace.Pace:
+    is_nothing = nothing or [False] * len(tested)
     for _ in range(rounds):
-        now = pace.update(now, jnp.asarray(accepted), jnp.asarray(tested))
+        now = pace.update(now, jnp.asarray(accepted), jnp.asarray(tested), jnp.asarray(is_nothing))
     return now
 
 
@@ -71,6 +76,22 @@ def test_a_round_that_tested_nothing_changes_no_verdict():
     now = after(rows(1), [2], [3], rounds=3)
     same = after(now, [0], [0], rounds=5)
     np.testing.assert_array_equal(pace.expected_speed(same), pace.expected_speed(now))
+
+
+def test_a_draft_that_proposes_nothing_pauses_like_one_that_is_refused():
+    refused, nothing = rows(1), rows(1)
+    for _ in range(100):
+        is_asked = pace.want(nothing).tolist() != [0]
+        refused = after(refused, [0], [int(is_asked)])
+        nothing = after(nothing, [0], [0], nothing=[is_asked])
+        assert pace.want(nothing).tolist() == pace.want(refused).tolist()
+    assert nothing.next_pause_B.tolist() == [pace.MOST_PAUSE]
+
+
+def test_a_look_up_that_finds_nothing_is_asked_again():
+    now = rows(1, dataclasses.replace(COSTS, is_look_up=True))
+    same = after(now, [0], [0], nothing=[True], rounds=100)
+    assert pace.want(same).tolist() == pace.want(now).tolist() != [0]
 
 
 def test_rows_that_are_not_adaptive_always_propose_all():

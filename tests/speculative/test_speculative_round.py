@@ -1,5 +1,7 @@
 """The round: one call of the target, caches that hold what the text says, nothing copied, nothing asked of the host."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from jdecode import config
 from jdecode.decode import loop
 from jdecode.models import transformer
-from jdecode.speculative import draft_layer_skip, draft_ngram, speculation, verify
+from jdecode.speculative import draft_layer_skip, draft_ngram, pace, speculation, verify
 from tests import tiny_model
 from tests.speculative import drafts_under_test, rounds
 
@@ -98,6 +100,21 @@ def test_a_round_of_five_with_four_accepted_is_one_call_over_six_places(monkeypa
     assert result.stats["accepted"] == 4 + 4 + 4
     # Traced, beside the prompt's chunk: a block of six places, and a block of one for rounds without proposals.
     assert sorted(width for width in widths if width != 32) == [1, 6]
+
+
+def test_a_draft_that_never_proposes_is_asked_ever_more_rarely():
+    lm = tiny_model.load("llama_gqa")
+    broken = tiny_model.with_nan(lm, ("head", "weight"))
+    costs = pace.estimate("cpu", target_bytes=lm.weight_bytes, draft_share=0.1, is_drawn=True)
+    own = dataclasses.replace(rounds.with_model(broken, 3), costs=costs)
+    state = rounds.begin(lm, PROMPTS, own, max_new=100)
+    asked_B = np.zeros(len(PROMPTS), int)
+    for _ in range(90):
+        asked_B += np.asarray(pace.want(state.drafting.pace)) > 0
+        state = rounds.run(lm, own, state, 1)
+    assert not state.drafting.counts.drafted_B.any() and state.decode.num_new_B.tolist() == [91] * len(PROMPTS)
+    # Some first rounds, then one after each pause of 4, 8, 16, 32 and 64 rounds.
+    assert (asked_B <= 9).all() and (asked_B >= 5).all()
 
 
 @pytest.mark.parametrize("kind", drafts_under_test.KINDS)
