@@ -27,7 +27,7 @@ TRACEBACK_VARIABLE = "JDECODE_TRACEBACK"  # set to anything: errors keep their t
 INTERRUPTED_STATUS = 130  # what shells report for Ctrl-C
 COUNT_LIMIT = 2**31 - 1  # counts and ids are held in 32 bits
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights, and of cached keys and values
-LATER_DTYPES = ("int8", "fp8")  # named by the flags already, refused by this version
+LATER_DTYPES = ("int8",)  # named by the flags already, refused by this version
 MOST_NEW_TOKENS = 2**24  # that of jdecode.request, which imports jax; a test holds them together
 ANY_MODEL_HINT = "run the packaged model with --config gqa_small.yaml, or another with --weights FILE.gguf"
 _SAMPLING_FLAGS: tuple[tuple[str, str, str], ...] = (
@@ -95,6 +95,13 @@ def dtype(text: str) -> str:
         return text
     later = " (not in this version)" if text in LATER_DTYPES else ""
     raise argparse.ArgumentTypeError(f"expected one of {', '.join(DTYPES)}, got {text!r}{later}")
+
+
+def cache_dtype(text: str) -> str:
+    """Parses what keys and values are stored in for argparse."""
+    if text in config.CACHE_DTYPES:
+        return text
+    raise argparse.ArgumentTypeError(f"expected one of {', '.join(config.CACHE_DTYPES)}, got {text!r}")
 
 
 def number(text: str) -> float:
@@ -166,7 +173,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="FILE", help="a config: as given, in ./configs, or in the package")
     group.add_argument("--weights", metavar="PATH_OR_ID", help="a folder, a .gguf file or a hub id")
     group.add_argument("--weight-dtype", metavar="DTYPE", type=dtype, default="auto", help="of weights in memory")
-    group.add_argument("--kv-dtype", metavar="DTYPE", type=dtype, help="of cached keys and values")
+    group.add_argument("--kv-dtype", metavar="DTYPE", type=cache_dtype, help="of cached keys and values")
     group.add_argument("--capacity", metavar="S", type=whole_number(1), help="cache slots, for prompt and output")
     group.add_argument("--mesh", metavar="AXES", type=mesh, help="devices along each axis, such as data=1,model=8")
 

@@ -157,6 +157,10 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
 
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
+"""What keys and values can be stored in."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Says how a key/value cache is laid out and stored.
@@ -176,8 +180,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
-        dtypes = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
-        check(self.dtype in dtypes, f"cache dtype: expected one of {', '.join(dtypes)}, got {self.dtype!r}")
+        known = ", ".join(CACHE_DTYPES)
+        check(self.dtype in CACHE_DTYPES, f"cache dtype: expected one of {known}, got {self.dtype!r}")
         check_count("cache slack", self.slack, 0)
 
 

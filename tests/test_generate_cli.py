@@ -198,18 +198,10 @@ BAD_FLAGS = [
     ("--mesh data=2,data=2", "argument --mesh: expected axes"),
     ("--mesh expert=2", "argument --mesh: expected axes"),
     (
-        "--kv-dtype int8",
-        "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'int8' (not in this version)",
-    ),
-    (
-        "--kv-dtype fp8",
-        "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'fp8' (not in this version)",
-    ),
-    (
         "--weight-dtype int8",
         "argument --weight-dtype: expected one of auto, float32, bfloat16, float16, got 'int8' (not in this version)",
     ),
-    ("--kv-dtype float99", "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, got 'float99'"),
+    ("--kv-dtype float99", "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, int8, fp8, got"),
     ("--verify coupled", "--verify: acts on a draft, and there is none; add --draft, or leave it out"),
     ("--num-draft-tokens 4", "--num-draft-tokens: acts on a draft, and there is none; add --draft, or leave it out"),
     ("--adaptive-draft", "--adaptive-draft: acts on a draft, and there is none; add --draft, or leave it out"),

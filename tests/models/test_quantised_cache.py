@@ -1,0 +1,73 @@
+"""A cache in 8 bits through whole models: close to float32, and the same whatever chunks, layout and draft."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdecode import config
+from jdecode.models import transformer
+from tests import tiny_model, tiny_models
+from tests.speculative import drafts_under_test
+
+DTYPES = ("int8", "fp8")
+MODEL = transformer.Transformer(config=tiny_models.MIXED, backend="blockwise", dtype="float32")
+PARAMS = tiny_models.random_params(tiny_models.MIXED)
+ROWS = tiny_models.random_rows((17, 5, 11))
+
+ATOL = 5e-3
+"""Other chunks sum in another order, and a number between two steps of 8 bits may then fall to either. A key more or
+less moves some logit by over 1e-2 (``tests/models/test_transformer_cache.py``)."""
+
+
+def _logits(dtype: str, chunk_len: int, **options) -> np.ndarray:
+    cache = tiny_models.empty_cache(tiny_models.MIXED, len(ROWS), dtype=dtype, **options)
+    return np.concatenate(tiny_models.feed(MODEL, PARAMS, ROWS, cache, chunk_len)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_close_to_float32_but_not_the_same(dtype):
+    difference = np.abs(_logits(dtype, 17) - _logits("float32", 17))
+    assert ATOL < difference.max() < (0.5 if dtype == "int8" else 2.0)  # logits of about 5
+    assert difference.mean() < (0.05 if dtype == "int8" else 0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_len", [1, 3, 4, 5, 9])
+def test_chunked_is_whole(dtype, chunk_len):
+    np.testing.assert_allclose(_logits(dtype, chunk_len), _logits(dtype, 17), atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slack", [0, 3])
+def test_ring_is_full(dtype, slack):
+    np.testing.assert_allclose(_logits(dtype, 3, slack=slack), _logits(dtype, 3, layout="full"), atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backends_agree(dtype):
+    cache = tiny_models.empty_cache(tiny_models.MIXED, len(ROWS), dtype=dtype)
+    plain = transformer.Transformer(config=tiny_models.MIXED, backend="reference", dtype="float32")
+    got = np.concatenate(tiny_models.feed(plain, PARAMS, ROWS, cache, 5)[0])
+    np.testing.assert_allclose(got, _logits(dtype, 5), atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_w16"])
+def test_greedy_with_a_draft_is_plain_greedy(name, kind, dtype):
+    lm = tiny_model.load(name)
+    rows = [[5, 6, 7] * 6, [9, 8], [3] * 11]
+    options = {"max_new_tokens": 40, "ignore_eos": True, "cache": config.CacheConfig(dtype=dtype)}
+    plain = lm.generate(rows, **options)
+    drafted = lm.generate(rows, draft=drafts_under_test.make(kind, lm), num_draft_tokens=3, **options)
+    assert drafted.stats["drafted"] > 0
+    assert tiny_model.rows(drafted) == tiny_model.rows(plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes(dtype):
+    cache = tiny_models.empty_cache(tiny_models.MIXED, 2, dtype=dtype, layout="full", capacity=32)
+    K, H, L = tiny_models.MIXED.num_kv_heads, tiny_models.MIXED.head_dim, tiny_models.MIXED.num_layers
+    stores = 2 * L * 2 * 32 * K * (H + 4)  # keys and values, rows, slots, heads: a byte a number, four a scale
+    assert cache.num_bytes == stores + 4 * (2 * 32 + 2)
+    assert all(store.keys.stored(0, 1).data_BCKH.dtype != jnp.float32 for store in cache.stores)
