@@ -7,6 +7,7 @@ from typing import Any
 
 VERIFY_RULES = ("rejection", "coupled")  # of speculative decoding
 MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling state and a row of logits
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")  # of stored keys and values
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -176,8 +177,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
-        dtypes = ("auto", "float32", "bfloat16", "float16")
-        check(self.dtype in dtypes, f"cache dtype: expected one of {', '.join(dtypes)}, got {self.dtype!r}")
+        known = ", ".join(CACHE_DTYPES)
+        check(self.dtype in CACHE_DTYPES, f"cache dtype: expected one of {known}, got {self.dtype!r}")
         check_count("cache slack", self.slack, 0)
 
 
