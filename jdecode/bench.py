@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jdecode import command_line, config, draft_arguments, speculative_report
+from jdecode import command_line, config, draft_arguments, plot_file, speculative_report
 
 NAME = "jdecode.bench"
 LEAST_NEW_TOKENS = 2  # the first token of a text comes from the prefill, and is no decoding
@@ -76,7 +76,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     if not arguments.speculative:
         raise ValueError("nothing to measure: expected --speculative (a draft beside plain decoding), got none")
     if arguments.plot is not None:
-        speculative_report.check_plot(pathlib.Path(arguments.plot))
+        plot_file.check(pathlib.Path(arguments.plot))
 
 
 def _prompt(arguments: argparse.Namespace, run: config.RunConfig) -> str:

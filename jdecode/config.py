@@ -7,6 +7,7 @@ from typing import Any
 
 VERIFY_RULES = ("rejection", "coupled")  # of speculative decoding
 MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling state and a row of logits
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")  # of stored keys and values
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -155,10 +156,6 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """The factor on q·k."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
-
-
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
-"""What keys and values can be stored in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,34 +69,6 @@ def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def check_plot(path: pathlib.Path) -> None:
-    """Refuses what ``write_plot`` could not write. A file that stands there is left as it is.
-
-    Raises:
-      ValueError: the name is no picture's, or that of a folder; or matplotlib is not installed.
-      OSError: nothing can be written there.
-    """
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--plot {path}: expected a name that ends in .png; give another")
-    if path.is_dir():
-        raise ValueError(f"--plot {path}: expected a file, got a folder; give another name")
-    try:
-        from matplotlib import figure
-    except ModuleNotFoundError:
-        raise ValueError(
-            "--plot: expected matplotlib, which is not installed; pip install 'jdecode[plot]', or leave --plot out"
-        ) from None
-    del figure
-    if path.exists():
-        path.open("ab").close()
-        return
-    try:
-        path.open("xb").close()
-    except FileNotFoundError:
-        raise ValueError(f"--plot {path}: expected a folder {path.parent}, got none; make it first") from None
-    path.unlink()
-
-
 def write_plot(path: pathlib.Path, report: Mapping[str, Any]) -> None:
     """Draws speed over γ, and acceptance over the places of the longest block, as PNG; a file there is replaced."""
     from matplotlib import figure, ticker

@@ -23,9 +23,9 @@ def test_python_blocks_run_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.
 
 
 def test_every_flag_in_the_readme_exists() -> None:
-    from jdecode import bench, chat, convert, evaluate, generate, train
+    from jdecode import bench, chat, convert, evaluate, generate, ledger, train
 
-    doors = (bench, chat, convert, evaluate, generate, train)
+    doors = (bench, chat, convert, evaluate, generate, ledger, train)
     known = "".join(door.build_parser().format_help() for door in doors)
     lines = [line for line in README.splitlines() if "python -m jdecode." in line]
     flags = {flag for line in lines for flag in re.findall(r"(--[a-z-]+)", line)}

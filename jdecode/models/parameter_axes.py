@@ -18,6 +18,7 @@ def parameter_axes(config: config_lib.ModelConfig) -> dict[str, Axes]:
       names mean.
     """
     model = transformer.Transformer(config)
-    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    # The key is traced too, so that no device is needed.
+    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
     return {"/".join(entry.key for entry in path): tuple(leaf.names) for path, leaf in leaves}

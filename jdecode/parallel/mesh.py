@@ -22,3 +22,9 @@ def make_mesh(mesh_config: config.MeshConfig) -> jax.sharding.Mesh:
         )
     grid = np.asarray(devices[:needed]).reshape(mesh_config.data, mesh_config.model)
     return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def abstract_mesh(mesh_config: config.MeshConfig) -> jax.sharding.AbstractMesh:
+    """Describes a mesh whose devices need not be there, to plan with: shapes traced on it carry their shardings."""
+    shape = (mesh_config.data, mesh_config.model)
+    return jax.sharding.AbstractMesh(shape, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))

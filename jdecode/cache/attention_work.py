@@ -1,0 +1,84 @@
+"""What attention has to do with a cache: operations, and bytes of keys and values read, by formula.
+
+A query at position q sees ``min(q + 1, W)`` positions of a layer with a window of W (all ``q + 1`` without one), and
+the sinks before them. With each it makes a product of width H for the score and one for the sum, for each of N query
+heads: ``4 · N · H`` operations. So a decode step is linear in the context and a prefill is quadratic; in layers with a
+window they are constant and linear.
+
+Bytes are those of the slots that hold something a query may see, read once a step, or once a chunk of a prefill. What
+is left out: the rest of a block of 256 slots, the softmax, and products with weights.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from jdecode import config as config_lib
+from jdecode.cache import layout
+from jdecode.cache import ledger as ledger_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Attention's work on all rows and layers.
+
+    Attributes:
+      operations: multiplications and additions that a mask leaves.
+      read_bytes: of keys and values.
+    """
+
+    operations: int
+    read_bytes: int
+
+
+def decode_step(plan: ledger_lib.Plan) -> Work:
+    """Counts one step that fills the cache: each row sees ``plan.capacity`` positions, its own among them."""
+    return _work(plan, [(plan.capacity - 1, 1)])
+
+
+def prefill(plan: ledger_lib.Plan, chunk_len: int) -> Work:
+    """Counts a prefill of ``plan.capacity`` tokens a row, in chunks of ``chunk_len``."""
+    starts = range(0, plan.capacity, chunk_len)
+    return _work(plan, [(start, min(chunk_len, plan.capacity - start)) for start in starts])
+
+
+def _work(plan: ledger_lib.Plan, blocks: Sequence[tuple[int, int]]) -> Work:
+    """Counts blocks that follow on each other: the position of the first token, and T."""
+    cache = ledger_lib.abstract_cache(plan)
+    like = [dataclasses.replace(layer, rope=None) for layer in plan.model.layers]
+    kinds = collections.Counter(zip(like, cache.layout_idx, strict=True))
+    first, end = blocks[0][0], sum(blocks[-1])
+    pairs = slot_bytes = 0
+    for (layer, layout_idx), count in kinds.items():
+        pairs += count * (_pairs(layer, end) - _pairs(layer, first))
+        slots = sum(_slots_read(cache.layouts[layout_idx], layer, *block) for block in blocks)
+        row_bytes = ledger_lib.layer_row_bytes(cache, cache.layout_idx.index(layout_idx))
+        slot_bytes += count * row_bytes * slots // cache.layouts[layout_idx].capacity
+    operations = plan.batch_size * 4 * plan.model.num_heads * plan.model.head_dim * pairs
+    return Work(operations=operations, read_bytes=plan.batch_size * slot_bytes)
+
+
+def _pairs(layer: config_lib.LayerConfig, length: int) -> int:
+    """Returns how many pairs of a query and a key that it sees a text of ``length`` tokens has."""
+    if layer.window is None:
+        return _bounded_sum(length, length)
+    outside = max(length - layer.window, 0)  # queries that do not see the whole text: the i-th misses i positions
+    return _bounded_sum(length, layer.window) + _bounded_sum(outside, layer.num_sinks)
+
+
+def _bounded_sum(count: int, bound: int) -> int:
+    """Returns ``min(1, bound) + min(2, bound) + ... + min(count, bound)``."""
+    rising = min(count, bound)
+    return rising * (rising + 1) // 2 + (count - rising) * bound
+
+
+def _slots_read(own: layout.Layout, layer: config_lib.LayerConfig, start: int, block_len: int) -> int:
+    """Returns the slots that a block reads of one layer and row, the block's own among them."""
+    held = start + block_len
+    if own.max_len is None:  # slots are used again
+        if block_len <= own.max_block_len:
+            return min(held, own.capacity)
+        return min(start, own.capacity) + block_len  # the old slots, and the block beside them
+    if layer.window is None or layer.num_sinks:
+        return held
+    return held - max(start - (layer.window - 1), 0)

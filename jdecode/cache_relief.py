@@ -1,0 +1,243 @@
+"""Ways to make a cache smaller, side by side for one model: what each shrinks, by how much, and what it costs.
+
+``WAYS`` is the table: a way is one entry. Its variants are other plans for the ledger, or other programs for the
+compiler, so each has the bytes that a formula predicts and those that would really be allocated.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jdecode import config as config_lib
+from jdecode.attention import blockwise, segment, select
+from jdecode.cache import kv_cache
+from jdecode.cache import ledger as ledger_lib
+from jdecode.weights import head_pooling
+
+SCORE_BYTES = 4
+"""Of a float32 score."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the ways are asked about.
+
+    Attributes:
+      plan: the cache as it is planned; what factors are relative to.
+      window: W of the what-if of a window on every full layer, in tokens.
+      num_sinks: of the same.
+      chunk_len: T, tokens of a prefill's chunk.
+    """
+
+    plan: ledger_lib.Plan
+    window: int
+    num_sinks: int
+    chunk_len: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One choice of a way.
+
+    Attributes:
+      name: of the choice.
+      formula_bytes: by the way's formula.
+      allocated_bytes: of the traced cache's keys and values, or of the compiled program's temporaries.
+      is_planned: whether the plan has it so.
+      plan: the plan with this choice, where it is one of the cache.
+    """
+
+    name: str
+    formula_bytes: int
+    allocated_bytes: int
+    is_planned: bool
+    plan: ledger_lib.Plan | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to need less memory.
+
+    Attributes:
+      name: of the way.
+      shrinks: what becomes smaller.
+      formula: of the bytes, in the letters of ``jdecode.shapes``; b is the bytes of a number.
+      costs: in quality or speed.
+      suits: where it fits.
+      variants: its choices for a plan.
+    """
+
+    name: str
+    shrinks: str
+    formula: str
+    costs: str
+    suits: str
+    variants: Callable[[Question], list[Variant]]
+
+
+def what_if_window(model: config_lib.ModelConfig, window: int, num_sinks: int) -> config_lib.ModelConfig:
+    """Returns the model with a window, and sinks, on every layer that has none."""
+    layers = tuple(
+        dataclasses.replace(layer, window=window, num_sinks=num_sinks) if layer.window is None else layer
+        for layer in model.layers
+    )
+    return dataclasses.replace(model, layers=layers)
+
+
+def _cache_variant(question: Question, name: str, plan: ledger_lib.Plan) -> Variant:
+    own = ledger_lib.ledger(plan)
+    return Variant(
+        name=name,
+        formula_bytes=own.formula_stored_bytes,
+        allocated_bytes=own.stored_bytes,
+        is_planned=plan == question.plan,
+        plan=plan,
+    )
+
+
+def _heads(question: Question) -> list[Variant]:
+    model = question.plan.model
+    pooled = [count for count in range(model.num_kv_heads, 0, -1) if model.num_kv_heads % count == 0]
+    names = {model.num_heads: "multi-head", 1: "multi-query"}
+    variants = []
+    for count in dict.fromkeys([model.num_heads, *pooled]):
+        if count > model.num_kv_heads:
+            fewer = dataclasses.replace(model, num_kv_heads=count)
+        else:
+            fewer = head_pooling.pooled_config(model, count)
+        words = f"{count} head{'s'[: count > 1]}, {names.get(count, 'grouped-query')}"
+        variants.append(_cache_variant(question, words, dataclasses.replace(question.plan, model=fewer)))
+    return variants
+
+
+def _dtypes(question: Question) -> list[Variant]:
+    plan = question.plan
+    variants = []
+    for dtype in config_lib.CACHE_DTYPES:
+        if dtype != "auto":
+            # Named as the plan names it, so that the planned one compares equal.
+            same = dtype == plan.dtype
+            cache = plan.cache if same else dataclasses.replace(plan.cache, dtype=dtype)
+            variants.append(_cache_variant(question, dtype, dataclasses.replace(plan, cache=cache)))
+    return sorted(variants, key=lambda variant: -variant.formula_bytes)
+
+
+def _windows(question: Question) -> list[Variant]:
+    plan = question.plan
+    every = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="full"))
+    ring = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto"))
+    with_window = sum(layer.window is not None for layer in plan.model.layers)
+    if not with_window:
+        variants = [_cache_variant(question, "every slot", plan)]
+    else:
+        own = f"rings where the model has windows, {with_window} of {plan.model.num_layers} layers"
+        variants = [
+            _cache_variant(question, "every slot, windows as masks", every),
+            _cache_variant(question, own, ring),
+        ]
+    if with_window < plan.model.num_layers:
+        sinks = f" and {question.num_sinks} sinks" if question.num_sinks else ""
+        model = what_if_window(plan.model, question.window, question.num_sinks)
+        which = "the others" if with_window else "every layer"
+        name = f"what if {which} had a window of {question.window:,}{sinks}"
+        variants.append(_cache_variant(question, name, dataclasses.replace(ring, model=model)))
+    return variants
+
+
+def _attention(question: Question) -> list[Variant]:
+    plan = question.plan
+    num_slots = max(own.capacity for own in ledger_lib.abstract_cache(plan).layouts)
+    T = min(question.chunk_len, plan.capacity)
+    pairs = plan.batch_size * plan.model.num_heads * T
+    lengths = {"reference": num_slots, "blockwise": min(blockwise.BLOCK_SIZE, num_slots)}
+    names = {
+        "reference": f"the whole matrix, {T:,} x {num_slots:,}",
+        "blockwise": f"blockwise, {T:,} x {lengths['blockwise']:,} at a time",
+    }
+    return [
+        Variant(
+            name=names[backend],
+            formula_bytes=SCORE_BYTES * pairs * length,
+            allocated_bytes=attention_temporaries(plan, backend, T),
+            is_planned=backend == "blockwise",  # what "auto" is
+        )
+        for backend, length in lengths.items()
+    ]
+
+
+def attention_temporaries(plan: ledger_lib.Plan, backend: str, block_len: int) -> int:
+    """Compiles attention over the layer with the most slots for this machine, and returns its temporary bytes.
+
+    Nothing is allocated and nothing runs.
+
+    Args:
+      plan: of the cache that it reads, as if on one device.
+      backend: see ``attention.select``.
+      block_len: T, tokens of the block whose queries attend.
+    """
+    cache = ledger_lib.abstract_cache(dataclasses.replace(plan, mesh=config_lib.MeshConfig()))
+    idx = max(range(len(cache.layouts)), key=lambda idx: cache.layouts[idx].capacity)
+    store, position_BS = cache.stores[cache.layout_idx.index(idx)], cache.positions[idx]
+    model, B = plan.model, plan.batch_size
+
+    def attend(q_BTNH: jax.Array, query_position_BT: jax.Array, own: kv_cache.LayerStore, position_BS: jax.Array):
+        seen = segment.Segment(
+            keys=own.keys,
+            values=own.values,
+            position_BS=position_BS,
+            first_slot=jnp.int32(0),
+            end_slot=query_position_BT.max() + 1,
+        )
+        return select.backend(backend)(q_BTNH, query_position_BT, [seen], scale=model.attention_scale)
+
+    q_BTNH = jax.ShapeDtypeStruct((B, block_len, model.num_heads, model.head_dim), plan.compute_dtype)
+    query_position_BT = jax.ShapeDtypeStruct((B, block_len), jnp.int32)
+    memory = jax.jit(attend).lower(q_BTNH, query_position_BT, store, position_BS).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+WAYS: tuple[Way, ...] = (
+    Way(
+        name="fewer key/value heads",
+        shrinks="K: every layer, every slot",
+        formula="2·L·B·S·K·H·b, linear in K",
+        costs="quality, until the converted model is trained on (python -m jdecode.convert ... --kv-heads N)",
+        suits="every layout and dtype; heads are split over a mesh only while its axis divides them",
+        variants=_heads,
+    ),
+    Way(
+        name="a narrower dtype",
+        shrinks="b: every number",
+        formula="2·L·B·S·K·H·b, linear in b",
+        costs="rounding of keys and values: bfloat16 keeps 8 bits of a number, float16 11 but no number over 65,504",
+        suits="every layout; --kv-dtype",
+        variants=_dtypes,
+    ),
+    Way(
+        name="windows in rings",
+        shrinks="S of a layer with a window, to its window, sinks and slack",
+        formula="2·B·K·H·b·(sum over layers of min(S, W + sinks + slack))",
+        costs="none where the model was trained with windows; elsewhere it forgets what the window has left, and sinks "
+        "only keep the text fluent (Xiao et al. 2024)",
+        suits="long texts; --window W --sinks N plans it, `window` in a config sets it",
+        variants=_windows,
+    ),
+    Way(
+        name="attention by blocks",
+        shrinks="temporaries of a prefill's chunk: scores of T queries and S slots, one layer at a time",
+        formula="scores alone: 4·B·N·T·S, by blocks of C slots 4·B·N·T·C (Dao et al. 2022); the compiler's temporaries "
+        "hold the queries and the sum of the output too",
+        costs="none in quality; a loop over blocks, which reads no slots beyond those held",
+        suits="always: it is what a model uses unless told otherwise",
+        variants=_attention,
+    ),
+)
+"""All ways, in the order in which they are shown."""
+
+
+def answers(question: Question) -> list[tuple[Way, list[Variant]]]:
+    """Asks every way."""
+    return [(way, way.variants(question)) for way in WAYS]

@@ -1,0 +1,251 @@
+"""The ledger's lines beside what is really allocated, what the compiler states, and arithmetic by hand."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jdecode import config as config_lib
+from jdecode import config_file
+from jdecode.cache import allocate, kv_cache, ledger
+from jdecode.models import transformer
+from jdecode.parallel import mesh as mesh_lib
+from tests import tiny_models
+
+MIXED = tiny_models.MIXED
+FLOATS = {"float32": 4, "bfloat16": 2, "float16": 2}
+B, CAPACITY = 5, 19
+
+
+def plan_of(model: config_lib.ModelConfig = MIXED, **changes: Any) -> ledger.Plan:
+    """Returns a plan of five rows of 19 tokens in bfloat16."""
+    cache = {name: changes.pop(name) for name in ("layout", "dtype", "slack") if name in changes}
+    plan = ledger.Plan(
+        model=model,
+        cache=config_lib.CacheConfig(**cache),
+        batch_size=B,
+        capacity=CAPACITY,
+        compute_dtype="bfloat16",
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def allocated(plan: ledger.Plan) -> kv_cache.KVCache:
+    """Allocates what the plan describes, as a run does."""
+    mesh = None if plan.mesh == config_lib.MeshConfig() else mesh_lib.make_mesh(plan.mesh)
+    return allocate.init_cache(
+        plan.model,
+        plan.cache,
+        batch_size=plan.batch_size,
+        capacity=plan.capacity,
+        compute_dtype=plan.compute_dtype,
+        mesh=mesh,
+    )
+
+
+def argument_bytes(*arguments: Any) -> int:
+    """Returns what the compiler states for the arguments of a program, on one device."""
+    compiled = jax.jit(lambda *leaves: jnp.int32(0), keep_unused=True).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.argument_size_in_bytes
+
+
+# 2 · 32 layers · 16 requests · 4,096 slots · 8 heads · 128 · 2 bytes = 2^1 · 2^5 · 2^4 · 2^12 · 2^3 · 2^7 · 2^1 = 2^33.
+def test_llama3_8b_takes_8_gibibytes():
+    model = config_file.load("llama3_8b.yaml").architecture
+    own = ledger.ledger(plan_of(model, dtype="bfloat16", batch_size=16, capacity=4096))
+    assert own.stored_bytes == own.formula_stored_bytes == 2**33 == 8 * 2**30
+    # An int32 position for each of 16 · 4,096 slots, and 16 lengths.
+    assert own.num_bytes == own.formula_bytes == 2**33 + 4 * 65_536 + 4 * 16
+    keys_and_values, positions, length = own.lines
+    assert (keys_and_values.name, keys_and_values.layout) == ("keys and values", "full")
+    assert (keys_and_values.num_layers, keys_and_values.num_slots) == (32, 4096)
+    assert keys_and_values.formula == "2·32·16·4,096·8·128·2"
+    assert (positions.name, positions.formula, positions.num_bytes) == ("positions", "16·4,096·4", 262_144)
+    assert (length.name, length.formula, length.num_bytes) == ("length", "16·4", 64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lines_by_hand(dtype):
+    own = ledger.ledger(plan_of(dtype=dtype, slack=1))
+    width = FLOATS[dtype]
+    # Rings of 4 + 1 and 2 + 4 + 1 slots, and 19 slots; a layer each; 2 heads of 6.
+    names = ["ring(window=4, slack=1)", "ring(window=4, slack=1, num_sinks=2)", "full"]
+    assert [(line.name, line.layout, line.num_layers, line.num_slots, line.num_bytes) for line in own.lines] == [
+        *(
+            ("keys and values", name, 1, S, 2 * B * S * 2 * 6 * width)
+            for name, S in zip(names, (5, 7, 19), strict=True)
+        ),
+        *(("positions", name, 0, S, 4 * B * S) for name, S in zip(names, (5, 7, 19), strict=True)),
+        ("length", "", 0, 0, 4 * B),
+    ]
+    assert all(line.formula_bytes == line.num_bytes == line.device_bytes for line in own.lines)
+
+
+LAYOUTS = [("auto", 0), ("auto", 3), ("full", 0)]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in config_lib.CACHE_DTYPES if dtype != "auto"])
+@pytest.mark.parametrize(("layout", "slack"), LAYOUTS)
+def test_ledger_is_the_cache_and_the_compiler_s_argument(layout, slack, dtype):
+    plan = plan_of(layout=layout, slack=slack, dtype=dtype)
+    own, cache = ledger.ledger(plan), allocated(plan)
+    assert own.num_bytes == own.device_bytes == cache.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert own.num_bytes == argument_bytes(cache)
+    # The closed form covers every array of a float cache, and the numbers themselves of any.
+    covered = [line for line in own.lines if line.formula_bytes is not None]
+    assert [line.formula_bytes for line in covered] == [line.num_bytes for line in covered]
+    assert dtype not in FLOATS or len(covered) == len(own.lines)
+
+
+def test_arguments_of_a_real_step():
+    plan = plan_of(slack=1)
+    cache, model = allocated(plan), transformer.Transformer(MIXED, dtype="bfloat16")
+    params = {"params": tiny_models.random_params(MIXED)}
+    tokens_B1 = jnp.ones((B, 1), jnp.int32)
+    step = jax.jit(model.apply, donate_argnums=2).lower(params, tokens_B1, cache).compile().memory_analysis()
+    alone = jax.jit(model.apply, keep_unused=True).lower(params, tokens_B1).compile().memory_analysis()
+    assert step is not None and alone is not None
+    assert step.argument_size_in_bytes - alone.argument_size_in_bytes == ledger.ledger(plan).num_bytes
+    assert step.alias_size_in_bytes == ledger.ledger(plan).num_bytes  # it comes out where it went in
+
+
+# Rows and heads that the mesh divides, or does not: 8, 6 and 5 rows; 4, 3 and 8 heads.
+MESHES = [(2, 4, 8, 4), (2, 4, 6, 3), (8, 1, 8, 3), (1, 8, 5, 8), (4, 2, 6, 4), (8, 1, 6, 4), (1, 1, 5, 3)]
+
+
+@pytest.mark.parametrize(("data", "model", "rows", "heads"), MESHES)
+@pytest.mark.parametrize("layout", ["auto", "full"])
+def test_bytes_a_device(data, model, rows, heads, layout):
+    config = dataclasses.replace(MIXED, num_heads=heads, num_kv_heads=heads)
+    mesh = config_lib.MeshConfig(data=data, model=model)
+    plan = plan_of(config, layout=layout, slack=1, batch_size=rows, mesh=mesh)
+    own, cache = ledger.ledger(plan), allocated(plan)
+    assert own.num_bytes == cache.num_bytes
+    held = [sum(shard.data.nbytes for shard in leaf.addressable_shards[:1]) for leaf in jax.tree.leaves(cache)]
+    assert own.device_bytes == sum(held) == argument_bytes(cache)
+    # By hand: 2 heads · 6 numbers · 2 bytes for K and V, and a position, a slot; slots 5, 7 and 19, or three times 19.
+    slots, tables = ([5, 7, 19], [5, 7, 19]) if layout == "auto" else ([19] * 3, [19])
+    own_rows = rows // data if rows % data == 0 else rows
+    own_heads = heads // model if heads % model == 0 else heads
+    expected = sum(2 * own_rows * S * own_heads * 6 * 2 for S in slots) + 4 * own_rows * (sum(tables) + 1)
+    assert own.device_bytes == expected
+    split = [axis for axis, of, size in (("data", rows, data), ("model", heads, model)) if of % size == 0 and size > 1]
+    assert all(line.split == tuple(split) for line in own.lines if line.is_stored)
+    assert all(line.split == tuple(split[:1] if "data" in split else []) for line in own.lines if not line.is_stored)
+
+
+def test_no_device_needs_to_be_there():
+    # 4,096 chips, 64 · 64: 128 rows, two a device; 64 heads, one a device.
+    config = dataclasses.replace(MIXED, num_heads=64, num_kv_heads=64, layers=MIXED.layers[2:])
+    own = ledger.ledger(plan_of(config, batch_size=128, mesh=config_lib.MeshConfig(data=64, model=64)))
+    assert own.device_bytes == 2 * 2 * 19 * 1 * 6 * 2 + 4 * 2 * 19 + 4 * 2
+
+
+# The argument bytes that libtpu 0.0.52 states for TPU v5e, where the loop chooses the order of axes:
+# benchmarks/cache_arguments.py --tpu v5e:2x4 --step --config NAME --batch B --context S --kv-dtype DTYPE
+@pytest.mark.parametrize(
+    ("name", "batch", "context", "dtype", "stated"),
+    [
+        ("smollm2_135m", 4, 8192, "bfloat16", 1_006_764_544),  # rows of 192 numbers in 256
+        ("gqa_small", 3, 1000, "bfloat16", 4_921_856),  # rows of 64 in 128
+        ("gqa_small", 1, 1024, "float32", 3_347_456),
+        ("gemma3_270m", 4, 8192, "bfloat16", 132_260_352),  # rows of 256: only the lengths are padded
+        ("llama3_8b", 1, 4096, "bfloat16", 536_887_808),
+    ],
+)
+def test_tiles_of_a_tpu(name, batch, context, dtype, stated):
+    model = config_file.load(name).architecture
+    own = ledger.ledger(plan_of(model, dtype=dtype, batch_size=batch, capacity=context))
+    assert own.tiled_bytes == stated >= own.device_bytes
+
+
+@pytest.mark.parametrize("data", [1, 4])
+def test_most_rows(data):
+    plan = plan_of(slack=1, mesh=config_lib.MeshConfig(data=data))
+    # Of one row: slots 5, 7, 19 with 2 · 2 · 6 · 2 bytes of keys and values and a position each, and a length.
+    row = 31 * (48 + 4) + 4
+    for num_rows in (1, 2, 3, 7, 100):
+        assert ledger.most_rows(plan, num_rows * row) == num_rows * data
+        assert ledger.most_rows(plan, num_rows * row - 1) == (num_rows - 1) * data
+    assert ledger.most_rows(plan, 0) == 0
+    # Padded to tiles, a row of 12 numbers takes 128, 5 and 7 and 19 slots take 8, 8 and 24, a table 128 numbers.
+    tiled = 2 * 40 * 128 * 2 + 3 * 128 * 4 + 128 * 4
+    assert ledger.most_rows(plan, tiled, is_tiled=True) == data
+    assert ledger.most_rows(plan, tiled - 1, is_tiled=True) == 0
+
+
+def test_counts_under_one_are_refused():
+    with pytest.raises(ValueError, match="capacity: expected a count of at least 1, got 0"):
+        ledger.ledger(plan_of(capacity=0))
+
+
+def test_bits_of_a_number():
+    bits = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "fp8": 8, "int4": 4, "float8_e4m3fn": 8}
+    assert {name: ledger.number_bits(name) for name in bits} == bits
+    with pytest.raises(ValueError, match="bfloat16, got 'auto'"):
+        ledger.number_bits("auto")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HalfRows:
+    """Rows of 4-bit codes, two a byte, with a scale a head: a codec that the ledger has never heard of."""
+
+    scale_BSK: jax.Array
+    code_BSX: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StripedLayout:
+    """A layout that the ledger has never heard of."""
+
+    capacity: int
+    stripe_len: int
+    max_len: int | None = None
+
+
+@pytest.fixture
+def foreign_cache(monkeypatch: pytest.MonkeyPatch):
+    """Every cache is one of two layers, with a table beside its rows; plans of the real ones are forgotten."""
+
+    def init_cache(model, cache_config, *, batch_size, capacity, compute_dtype, mesh):
+        del cache_config, compute_dtype, mesh
+        own: Any = StripedLayout(capacity=capacity, stripe_len=4)
+        K, H = model.num_kv_heads, model.head_dim
+
+        def rows() -> Any:
+            scale_BSK = jnp.ones((batch_size, capacity, K), jnp.float16)
+            return HalfRows(scale_BSK=scale_BSK, code_BSX=jnp.zeros((batch_size, capacity, K * H // 2), jnp.uint8))
+
+        return kv_cache.KVCache(
+            stores=tuple(kv_cache.LayerStore(keys=rows(), values=rows()) for _ in range(2)),
+            positions=(jnp.zeros((batch_size, capacity), jnp.int32),),
+            length_B=jnp.zeros(batch_size, jnp.int32),
+            layouts=(own,),
+            layout_idx=(0, 0),
+            codec=None,  # pyright: ignore[reportArgumentType]
+        )
+
+    monkeypatch.setattr(allocate, "init_cache", init_cache)
+    ledger.abstract_cache.cache_clear()
+    yield
+    ledger.abstract_cache.cache_clear()
+
+
+def test_codec_and_layout_of_others_need_no_word_here(foreign_cache):
+    own = ledger.ledger(plan_of(compute_dtype="int4"))
+    layout = "striped(stripe_len=4)"
+    found = [(line.name, line.layout, line.num_layers, line.num_bytes, line.formula_bytes) for line in own.lines]
+    assert found == [
+        ("keys and values: scale", layout, 2, 2 * 2 * B * CAPACITY * 2 * 2, None),
+        ("keys and values", layout, 2, 2 * 2 * B * CAPACITY * 2 * 6 // 2, 2 * 2 * B * CAPACITY * 2 * 6 // 2),
+        ("positions", layout, 0, 4 * B * CAPACITY, 4 * B * CAPACITY),
+        ("length", "", 0, 4 * B, 4 * B),
+    ]
+    assert own.lines[1].formula == "2·2·5·19·2·6·4/8"
+    assert own.stored_bytes == own.lines[0].num_bytes + own.lines[1].num_bytes
+    assert own.formula_bytes == own.num_bytes - own.lines[0].num_bytes

@@ -1,0 +1,119 @@
+"""The ways to need less: what a choice would take beside what is really allocated with it, and factors by hand."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from jdecode import cache_relief, config_file
+from jdecode import config as config_lib
+from jdecode.cache import allocate, ledger
+from tests import tiny_models
+
+MIXED = dataclasses.replace(tiny_models.MIXED, num_heads=8, num_kv_heads=4)
+B, S = 3, 40
+
+
+def question_of(model: config_lib.ModelConfig = MIXED, dtype: str = "bfloat16", **changes) -> cache_relief.Question:
+    cache = config_lib.CacheConfig(**changes)
+    plan = ledger.Plan(model=model, cache=cache, batch_size=B, capacity=S, compute_dtype=dtype)
+    return cache_relief.Question(plan=plan, window=10, num_sinks=2, chunk_len=8)
+
+
+@functools.cache
+def variants(name: str, question: cache_relief.Question) -> list[cache_relief.Variant]:
+    (way,) = [way for way in cache_relief.WAYS if way.name == name]
+    return way.variants(question)
+
+
+@pytest.mark.parametrize("way", cache_relief.WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("layout", ["auto", "full"])
+def test_every_way(way, layout):
+    own = variants(way.name, question_of(layout=layout))
+    assert len(own) >= 2 and [variant.is_planned for variant in own].count(True) == 1
+    assert len({variant.name for variant in own}) == len(own)
+    assert all([way.shrinks, way.formula, way.costs, way.suits])
+    for variant in own:
+        if variant.plan is not None:
+            cache = allocate.init_cache(
+                variant.plan.model,
+                variant.plan.cache,
+                batch_size=B,
+                capacity=S,
+                compute_dtype=variant.plan.compute_dtype,
+            )
+            assert variant.allocated_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.stores))
+            if variant.plan.dtype in ("float32", "bfloat16", "float16"):  # others may have scales, beside the formula
+                assert variant.allocated_bytes == variant.formula_bytes
+
+
+# Keys and values of 3 rows: 4 heads of 6 in bfloat16; slots 4, 2 + 4 and 40.
+PLANNED = 2 * 3 * 4 * 6 * 2 * (4 + 6 + 40)
+
+
+def test_heads_by_hand():
+    own = variants("fewer key/value heads", question_of())
+    assert [(variant.name, PLANNED / variant.formula_bytes) for variant in own] == [
+        ("8 heads, multi-head", 0.5),
+        ("4 heads, grouped-query", 1.0),
+        ("2 heads, grouped-query", 2.0),
+        ("1 head, multi-query", 4.0),
+    ]
+
+
+def test_a_model_with_one_head_a_query_or_one_in_all():
+    whole = dataclasses.replace(MIXED, num_kv_heads=8)
+    assert [v.name.split()[0] for v in variants("fewer key/value heads", question_of(whole))] == ["8", "4", "2", "1"]
+    one = dataclasses.replace(MIXED, num_kv_heads=1)
+    assert [v.name.split()[0] for v in variants("fewer key/value heads", question_of(one))] == ["8", "1"]
+
+
+@pytest.mark.parametrize("planned", ["float32", "bfloat16"])
+def test_dtypes_by_hand(planned):
+    own = variants("a narrower dtype", question_of(dtype=planned))
+    assert {variant.name for variant in own} == set(config_lib.CACHE_DTYPES) - {"auto"}
+    sizes = {variant.name: variant.formula_bytes for variant in own}
+    assert (sizes["float32"], sizes["bfloat16"], sizes["float16"]) == (2 * PLANNED, PLANNED, PLANNED)
+    assert [variant.name for variant in own if variant.is_planned] == [planned]
+
+
+def test_windows_by_hand():
+    own = variants("windows in rings", question_of())
+    slot = PLANNED // 50
+    # Every slot of three layers; rings of 4 and 6; the third layer in a ring of 10 and 2 sinks.
+    assert [variant.formula_bytes for variant in own] == [120 * slot, 50 * slot, 22 * slot]
+    assert "2 of 3 layers" in own[1].name and own[2].name == "what if the others had a window of 10 and 2 sinks"
+
+
+def test_windows_of_a_model_without():
+    model = dataclasses.replace(MIXED, layers=MIXED.layers[2:] * 2)
+    every, ring = variants("windows in rings", question_of(model))
+    assert (every.name, every.is_planned) == ("every slot", True)
+    assert ring.name == "what if every layer had a window of 10 and 2 sinks"
+    assert every.formula_bytes / ring.formula_bytes == 40 / 12
+
+
+def test_windows_of_a_model_with_nothing_else():
+    model = dataclasses.replace(MIXED, layers=MIXED.layers[:1] * 2)
+    assert len(variants("windows in rings", question_of(model))) == 2
+
+
+def test_scores_are_not_held_at_once():
+    model = config_file.load("smollm2_135m").architecture
+    plan = ledger.Plan(
+        model=model, cache=config_lib.CacheConfig(), batch_size=2, capacity=4096, compute_dtype="float32"
+    )
+    question = cache_relief.Question(plan=plan, window=10, num_sinks=0, chunk_len=512)
+    whole, blocks = variants("attention by blocks", question)
+    # 2 rows · 9 heads · 512 queries · 4,096 slots, and 256 slots, in float32.
+    assert (whole.formula_bytes, blocks.formula_bytes) == (4 * 2 * 9 * 512 * 4096, 4 * 2 * 9 * 512 * 256)
+    assert whole.allocated_bytes >= whole.formula_bytes
+    # Queries and the running output in float32, twice each, and a few blocks of scores; not the matrix.
+    assert blocks.allocated_bytes < 4 * 4 * 2 * 9 * 512 * 64 + 4 * blocks.formula_bytes < whole.formula_bytes
+
+
+def test_what_if_leaves_the_model_s_own_windows():
+    model = cache_relief.what_if_window(MIXED, 7, 1)
+    assert model.layers[:2] == MIXED.layers[:2]
+    assert model.layers[2] == dataclasses.replace(MIXED.layers[2], window=7, num_sinks=1)
