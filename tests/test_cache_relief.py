@@ -113,6 +113,14 @@ def test_scores_are_not_held_at_once():
     assert blocks.allocated_bytes < 4 * 4 * 2 * 9 * 512 * 64 + 4 * blocks.formula_bytes < whole.formula_bytes
 
 
+def test_blocks_do_not_grow_with_the_context():
+    def temporaries(context: int) -> int:
+        plan = dataclasses.replace(question_of(layout="full", dtype="float32").plan, capacity=context)
+        return cache_relief.attention_temporaries(plan, "blockwise", 8)
+
+    assert temporaries(2048) == temporaries(512)
+
+
 def test_what_if_leaves_the_model_s_own_windows():
     model = cache_relief.what_if_window(MIXED, 7, 1)
     assert model.layers[:2] == MIXED.layers[:2]
