@@ -51,7 +51,7 @@ def build_parser() -> command_line.ArgumentParser:
     group = parser.add_argument_group("cache")
     group.add_argument("--batch", metavar="B", type=count(1), default=1, help="requests (default 1)")
     group.add_argument("--context", metavar="S", type=count(1), help="tokens a request (default: as trained)")
-    group.add_argument("--kv-dtype", metavar="DTYPE", type=command_line.dtype, help="of cached keys and values")
+    group.add_argument("--kv-dtype", metavar="DTYPE", type=command_line.cache_dtype, help="of cached keys and values")
     group.add_argument("--layout", choices=("auto", "full"), help="auto: rings where layers have windows")
     group.add_argument("--slack", metavar="N", type=count(), help="slots of a ring beyond its window")
     group.add_argument("--window", metavar="W", type=count(1), help="what if every full layer had this window")

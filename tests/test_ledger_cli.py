@@ -104,7 +104,17 @@ def test_table(capsys):
     assert ratios.split(": ", 1)[1] == "cache x 2.00, a step x 2.00, a prefill x 4.00; twice the batch: cache x 2.00"
 
 
-@pytest.mark.parametrize("flags", [[], ["--kv-dtype", "bfloat16"], ["--layout", "full"], ["--slack", "3"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--kv-dtype", "bfloat16"],
+        ["--kv-dtype", "int8"],
+        ["--kv-dtype", "fp8"],
+        ["--layout", "full"],
+        ["--slack", "3"],
+    ],
+)
 def test_is_what_a_loaded_model_allocates(flags, capsys):
     lm = jdecode.load("gqa_small")
     report = run(capsys, "--config", "gqa_small.yaml", "--batch", "3", "--context", "200", *flags)

@@ -162,8 +162,8 @@ class PrefixTree:
         What the tree holds already is not kept twice: the table is pointed at the tree's pages instead and lets its own
         go (equal tokens of one namespace have equal keys and values), so a table that is used on has to be sent to the
         device again. Pages that another table holds as well (a fork) are not taken, nor those after them. The last page
-        is taken though it be not full, in place of a shorter beginning of it; a table that goes on after that copies
-        it first, so give whole pages while a text still grows.
+        is taken though it be not full, in place of a shorter beginning of it (also where that was more intact); a table
+        that goes on after that copies it first, so give whole pages while a text still grows.
 
         Args:
           tokens: ids of the text, as many as have keys and values in the table's pages.

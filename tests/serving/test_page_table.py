@@ -181,7 +181,13 @@ def test_table_of_given_pages_has_just_those_and_none_that_is_free(pool: pages.P
     assert _counts(pool) == (8, 3, 0) and pool.references(0) == 1
 
 
-@hypothesis.settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+@hypothesis.settings(
+    max_examples=80,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # which a busy machine would fail
+)
 class PageMachine(stateful.RuleBasedStateMachine):
     """Random work on a small pool beside plain lists: the texts, and the pages that somebody keeps."""
 
