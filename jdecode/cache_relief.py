@@ -229,7 +229,7 @@ WAYS: tuple[Way, ...] = (
         name="attention by blocks",
         shrinks="temporaries of a prefill's chunk: scores of T queries and S slots, one layer at a time",
         formula="scores alone: 4·B·N·T·S, by blocks of C slots 4·B·N·T·C (Dao et al. 2022); the compiler's temporaries "
-        "hold the queries and the sum of the output too, and on a CPU the rows of a 16-bit cache as float32",
+        "hold the queries and the sum of the output too",
         costs="none in quality; a loop over blocks, which reads no slots beyond those held",
         suits="always: it is what a model uses unless told otherwise",
         variants=_attention,

@@ -9,18 +9,30 @@ from jdecode.attention import kv_block
 from jdecode.cache import slots
 from jdecode.parallel import rules
 
+BITS = jnp.dtype("uint16")
+"""As what numbers of 16 bits are held."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainRows:
     """Rows in one array, all heads of a slot side by side (see ``attention.segment.Rows``).
 
+    Numbers of 16 bits are held as their bits: a backend that does not compute in their dtype, as XLA's for CPUs does
+    not, would convert the whole array and back to write a row into it.
+
     The last axis is K * H wide, not two axes: a TPU pads the last axis to 128 lanes and the one before to 8 sublanes,
     so that three heads of width 64 would take 5.3 times their bytes, and a copy of the cache a step.
+
+    Attributes:
+      data_BSX: of ``dtype``, or uint16.
+      num_heads: K. Static.
+      dtype: of the numbers, by name. Static.
     """
 
     data_BSX: jax.Array
     num_heads: int = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
 
     @property
     def num_slots(self) -> int:
@@ -30,6 +42,8 @@ class PlainRows:
     def block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Returns ``size`` slots from ``start``: (B, size, K, H)."""
         block_BCX = jax.lax.dynamic_slice_in_dim(self.data_BSX, start, size, axis=1)
+        if block_BCX.dtype == BITS:
+            block_BCX = jax.lax.bitcast_convert_type(block_BCX, self.dtype)
         return block_BCX.reshape(*block_BCX.shape[:2], self.num_heads, -1)
 
     def stored(self, start: jax.Array | int, size: int) -> kv_block.FloatBlock:
@@ -54,8 +68,8 @@ class PlainCodec:
         device = None
         if mesh is not None:
             device = rules.sharding(mesh, ("batch", None, "kv_heads"), (batch_size, num_slots, num_heads))
-        data_BSX = jnp.zeros((batch_size, num_slots, num_heads * head_dim), self.dtype, device=device)
-        return PlainRows(data_BSX=data_BSX, num_heads=num_heads)
+        data_BSX = jnp.zeros((batch_size, num_slots, num_heads * head_dim), _stored_dtype(self.dtype), device=device)
+        return PlainRows(data_BSX=data_BSX, num_heads=num_heads, dtype=self.dtype)
 
     def cast(self, x_BTKH: jax.Array) -> jax.Array:
         """Returns the block in the stored dtype."""
@@ -64,8 +78,16 @@ class PlainCodec:
     def encode(self, x_BTKH: jax.Array) -> PlainRows:
         """Casts the block."""
         B, T, K, H = x_BTKH.shape
-        return PlainRows(data_BSX=self.cast(x_BTKH).reshape(B, T, K * H), num_heads=K)
+        data_BTX = self.cast(x_BTKH).reshape(B, T, K * H)
+        if _stored_dtype(self.dtype) == BITS:
+            data_BTX = jax.lax.bitcast_convert_type(data_BTX, BITS)
+        return PlainRows(data_BSX=data_BTX, num_heads=K, dtype=self.dtype)
 
     def write(self, rows: PlainRows, slot_BT: jax.Array, new: PlainRows) -> PlainRows:
         """Scatters the block into its slots."""
         return dataclasses.replace(rows, data_BSX=slots.scatter(rows.data_BSX, slot_BT, new.data_BSX))
+
+
+def _stored_dtype(dtype: str) -> jnp.dtype:
+    own = jnp.dtype(dtype)
+    return BITS if own.itemsize == BITS.itemsize else own

@@ -165,12 +165,12 @@ def test_unaliased_copies_what_stands_twice():
     np.testing.assert_array_equal(third, leaf)
 
 
-def lowered_loop(lm, capacity: int):
-    """Lowers the loop of two rows. Nothing is allocated."""
+def lowered_loop(lm, capacity: int, dtype: str):
+    """Lowers the loop of two rows with a cache of ``dtype``. Nothing is allocated."""
     prompts = [[5, 6, 7], [8, 9]]
 
     def first_state():
-        cache = lm.init_cache(batch_size=2, capacity=capacity)
+        cache = lm.init_cache(batch_size=2, capacity=capacity, cache=config.CacheConfig(dtype=dtype))
         params = sampling.params_from_configs(
             [config.SamplingConfig(temperature=0.7, top_p=0.9)] * 2,
             vocab_size=lm.config.vocab_size,
@@ -192,7 +192,9 @@ def lowered_loop(lm, capacity: int):
     return loop._run.lower(step.PlainStep(lm.model, CHAIN), lm.params, jax.eval_shape(first_state), jnp.int32(4))
 
 
-def test_the_loop_holds_the_cache_once_and_never_asks_the_host():
+# A CPU does not compute in 16 bits: what it converts to write a row must not be the cache.
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_the_loop_holds_the_cache_once_and_never_asks_the_host(dtype, num_bytes):
     lm = tiny_model.make(
         vocab_size=512,
         hidden_size=96,
@@ -202,10 +204,10 @@ def test_the_loop_holds_the_cache_once_and_never_asks_the_host():
         head_dim=64,
         layers=(config.LayerConfig(),) * 5,
     )
-    lowered = lowered_loop(lm, capacity=8192)
+    lowered = lowered_loop(lm, capacity=8192, dtype=dtype)
     assert "callback" not in lowered.as_text()
-    # Keys and values of 5 layers, 2 rows, 8192 slots, 2 heads of 64, float32; positions; lengths.
-    cache_bytes = 2 * 5 * 2 * 8192 * 2 * 64 * 4 + 2 * 8192 * 4 + 2 * 4
+    # Keys and values of 5 layers, 2 rows, 8192 slots, 2 heads of 64; positions; lengths.
+    cache_bytes = 2 * 5 * 2 * 8192 * 2 * 64 * num_bytes + 2 * 8192 * 4 + 2 * 4
     memory = lowered.compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 0.3 * cache_bytes
