@@ -33,7 +33,7 @@ from jdecode.sampling import standard
 MEBIBYTE = 2.0**20
 
 
-def abstract_state(model, batch: int, capacity: int, kv_dtype: str) -> state.DecodeState:
+def abstract_state(model, batch: int, capacity: int, kv_dtype: str, platform: str) -> state.DecodeState:
     """Returns the shapes of a decode's state."""
 
     def build():
@@ -43,6 +43,7 @@ def abstract_state(model, batch: int, capacity: int, kv_dtype: str) -> state.Dec
             batch_size=batch,
             capacity=capacity,
             compute_dtype=model.dtype,
+            platform=platform,
         )
         params = standard.params_from_configs(
             [config.SamplingConfig()] * batch,
@@ -127,7 +128,7 @@ def main() -> None:
     model, params = abstract_model(arguments.config, "bfloat16" if arguments.tpu else "float32")
     plain = step.PlainStep(model, sampling.standard_chain())
     for batch in [int(text) for text in arguments.batches.split(",")]:
-        shapes = abstract_state(model, batch, arguments.capacity, arguments.kv_dtype)
+        shapes = abstract_state(model, batch, arguments.capacity, arguments.kv_dtype, "tpu" if arguments.tpu else jax.default_backend())
         steps = jax.ShapeDtypeStruct((), jnp.int32)
         if not arguments.tpu:
             jitted = jax.jit(loop.decode_steps, static_argnums=0, donate_argnums=2)

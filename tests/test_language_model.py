@@ -266,7 +266,7 @@ def test_load_of_nothing_and_of_a_chosen_dtype(tmp_path: pathlib.Path):
     lm = jdecode.load(tiny_model.GOLDEN / "tiny" / "llama_gqa", dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(lm.params)} == {jnp.dtype("bfloat16")}
     assert lm.weight_bytes == 120_256 * 2
-    assert lm.init_cache(batch_size=2, capacity=9).stores[0].keys.data_BSX.dtype == jnp.bfloat16  # pyright: ignore[reportAttributeAccessIssue]
+    assert lm.init_cache(batch_size=2, capacity=9).stores[0].keys.block(0, 9).dtype == jnp.bfloat16
     # "auto" is float32 on a CPU.
     lm = jdecode.load(tiny_model.GOLDEN / "tiny" / "llama_gqa")
     assert {leaf.dtype for leaf in jax.tree.leaves(lm.params)} == {jnp.dtype("float32")}

@@ -21,13 +21,13 @@ def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheCo
     return layout_full.FullLayout(capacity=capacity)
 
 
-def make_codec(cache_config: config_lib.CacheConfig, compute_dtype: str) -> codec_lib.KVCodec:
-    """Returns how keys and values are stored."""
+def make_codec(cache_config: config_lib.CacheConfig, compute_dtype: str, platform: str) -> codec_lib.KVCodec:
+    """Returns how keys and values are stored on a platform (``"cpu"``, ``"tpu"``, ``"gpu"``)."""
     dtype = compute_dtype if cache_config.dtype == "auto" else cache_config.dtype
     if dtype in codec_token.STORED:
         token = functools.partial(codec_token.TokenCodec, name=dtype, dtype=compute_dtype)
         return codec_lib.KVCodec(keys=token(rotates=True), values=token(rotates=False))
-    plain = codec_plain.PlainCodec(dtype=dtype)
+    plain = codec_plain.PlainCodec(dtype=dtype, holds_bits=platform == "cpu")
     return codec_lib.KVCodec(keys=plain, values=plain)
 
 
@@ -39,6 +39,7 @@ def init_cache(
     capacity: int,
     compute_dtype: str,
     mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
 ) -> kv_cache.KVCache:
     """Allocates an empty cache.
 
@@ -47,6 +48,7 @@ def init_cache(
       capacity: the longest text, prompt and output together, that a row must hold, in tokens.
       compute_dtype: stored dtype where ``cache_config.dtype`` is ``"auto"``.
       mesh: devices to spread it over, rows along ``data`` and heads along ``model``; ``None`` for the default one.
+      platform: on which programs with the cache will run; ``None`` for the default one.
 
     Raises:
       ValueError: ``batch_size`` or ``capacity`` is under 1.
@@ -54,7 +56,7 @@ def init_cache(
     for name, value in (("batch_size", batch_size), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"{name}: expected a count of at least 1, got {value}")
-    codec = make_codec(cache_config, compute_dtype)
+    codec = make_codec(cache_config, compute_dtype, platform or jax.default_backend())
     layer_layouts = [layer_layout(layer, cache_config, capacity) for layer in model_config.layers]
     layouts = tuple(dict.fromkeys(layer_layouts))
 

@@ -10,7 +10,7 @@ from jdecode.cache import slots
 from jdecode.parallel import rules
 
 BITS = jnp.dtype("uint16")
-"""As what numbers of 16 bits are held."""
+"""As what the bits of a number of 16 bits are held."""
 
 
 @jax.tree_util.register_dataclass
@@ -18,14 +18,11 @@ BITS = jnp.dtype("uint16")
 class PlainRows:
     """Rows in one array, all heads of a slot side by side (see ``attention.segment.Rows``).
 
-    Numbers of 16 bits are held as their bits: a backend that does not compute in their dtype, as XLA's for CPUs does
-    not, would convert the whole array and back to write a row into it.
-
     The last axis is K * H wide, not two axes: a TPU pads the last axis to 128 lanes and the one before to 8 sublanes,
     so that three heads of width 64 would take 5.3 times their bytes, and a copy of the cache a step.
 
     Attributes:
-      data_BSX: of ``dtype``, or uint16.
+      data_BSX: of ``dtype``, or its bits (``PlainCodec.holds_bits``).
       num_heads: K. Static.
       dtype: of the numbers, by name. Static.
     """
@@ -57,9 +54,21 @@ class PlainRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainCodec:
-    """Stores rows in ``dtype`` (a name, such as ``"bfloat16"``). See ``codec.RowCodec``."""
+    """Stores rows in a float dtype. See ``codec.RowCodec``.
+
+    Attributes:
+      dtype: its name, such as ``"bfloat16"``.
+      holds_bits: hold numbers of 16 bits as integers. A backend that does not compute in their dtype would convert the
+        whole array and back to write a row into it; one that does (a TPU) needs more temporaries with it.
+    """
 
     dtype: str
+    holds_bits: bool = False
+
+    @property
+    def _held_dtype(self) -> jnp.dtype:
+        own = jnp.dtype(self.dtype)
+        return BITS if self.holds_bits and own.itemsize == BITS.itemsize else own
 
     def init(
         self, batch_size: int, num_slots: int, num_heads: int, head_dim: int, mesh: jax.sharding.Mesh | None
@@ -68,7 +77,7 @@ class PlainCodec:
         device = None
         if mesh is not None:
             device = rules.sharding(mesh, ("batch", None, "kv_heads"), (batch_size, num_slots, num_heads))
-        data_BSX = jnp.zeros((batch_size, num_slots, num_heads * head_dim), _stored_dtype(self.dtype), device=device)
+        data_BSX = jnp.zeros((batch_size, num_slots, num_heads * head_dim), self._held_dtype, device=device)
         return PlainRows(data_BSX=data_BSX, num_heads=num_heads, dtype=self.dtype)
 
     def cast(self, x_BTKH: jax.Array) -> jax.Array:
@@ -79,15 +88,10 @@ class PlainCodec:
         """Casts the block."""
         B, T, K, H = x_BTKH.shape
         data_BTX = self.cast(x_BTKH).reshape(B, T, K * H)
-        if _stored_dtype(self.dtype) == BITS:
+        if self._held_dtype == BITS:
             data_BTX = jax.lax.bitcast_convert_type(data_BTX, BITS)
         return PlainRows(data_BSX=data_BTX, num_heads=K, dtype=self.dtype)
 
     def write(self, rows: PlainRows, slot_BT: jax.Array, new: PlainRows) -> PlainRows:
         """Scatters the block into its slots."""
         return dataclasses.replace(rows, data_BSX=slots.scatter(rows.data_BSX, slot_BT, new.data_BSX))
-
-
-def _stored_dtype(dtype: str) -> jnp.dtype:
-    own = jnp.dtype(dtype)
-    return BITS if own.itemsize == BITS.itemsize else own

@@ -14,12 +14,14 @@ def _block(T: int) -> np.ndarray:
     return 1 + np.arange(B * T * K * H, dtype=np.float32).reshape(B, T, K, H)
 
 
+@pytest.mark.parametrize("holds_bits", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_write_then_read(dtype):
-    codec = codec_plain.PlainCodec(dtype=dtype)
+def test_write_then_read(dtype, holds_bits):
+    codec = codec_plain.PlainCodec(dtype=dtype, holds_bits=holds_bits)
     x = _block(2)
     rows = codec.write(codec.init(B, S, K, H, None), jnp.asarray([[6, 0], [2, 5]]), codec.encode(jnp.asarray(x)))
     assert (rows.num_slots, rows.num_heads) == (S, K)
+    assert rows.data_BSX.dtype == ("uint16" if holds_bits and dtype != "float32" else dtype)
     got = rows.block(0, S)
     assert got.dtype == dtype
     assert got.shape == (B, S, K, H)
@@ -44,10 +46,11 @@ def test_slots_past_the_last_are_dropped():
         np.testing.assert_array_equal(got, _block(S))
 
 
+@pytest.mark.parametrize("holds_bits", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_encoded_block_reads_as_written(dtype):
+def test_an_encoded_block_reads_as_written(dtype, holds_bits):
     """A block that attends to itself before it is stored sees what later blocks will see of it."""
-    codec = codec_plain.PlainCodec(dtype=dtype)
+    codec = codec_plain.PlainCodec(dtype=dtype, holds_bits=holds_bits)
     x = jnp.asarray(np.random.default_rng(7).normal(size=(B, 5, K, H)), jnp.float32)
     written = codec.write(codec.init(B, S, K, H, None), jnp.tile(jnp.arange(5), (B, 1)), codec.encode(x))
     fresh = codec.encode(x)
