@@ -127,8 +127,9 @@ def main() -> None:
     arguments = parser.parse_args()
     model, params = abstract_model(arguments.config, "bfloat16" if arguments.tpu else "float32")
     plain = step.PlainStep(model, sampling.standard_chain())
+    platform = "tpu" if arguments.tpu else jax.default_backend()
     for batch in [int(text) for text in arguments.batches.split(",")]:
-        shapes = abstract_state(model, batch, arguments.capacity, arguments.kv_dtype, "tpu" if arguments.tpu else jax.default_backend())
+        shapes = abstract_state(model, batch, arguments.capacity, arguments.kv_dtype, platform)
         steps = jax.ShapeDtypeStruct((), jnp.int32)
         if not arguments.tpu:
             jitted = jax.jit(loop.decode_steps, static_argnums=0, donate_argnums=2)
