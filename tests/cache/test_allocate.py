@@ -74,7 +74,9 @@ def test_bytes_by_formula(dtype, width, layout):
     expected = sum(2 * batch * S * 2 * 6 * width for S in slots) + sum(4 * batch * S for S in tables) + 4 * batch
     assert cache.num_bytes == expected
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) == expected
-    assert {leaf.dtype for store in cache.stores for leaf in jax.tree.leaves(store)} == {jnp.dtype(dtype)}
+    assert {rows.block(0, 1).dtype for store in cache.stores for rows in (store.keys, store.values)} == {
+        jnp.dtype(dtype)
+    }
 
 
 def test_auto_dtype_is_the_compute_dtype():
