@@ -41,6 +41,16 @@ def gather(pool: StoredRowsT, page_BC: jax.Array) -> StoredRowsT:
     return _map_leaves(read, pool)
 
 
+def gather_slots(pool: StoredRowsT, page_BT: jax.Array, offset_BT: jax.Array) -> StoredRowsT:
+    """Reads single slots: slot ``offset_BT[b, t]`` of page ``page_BT[b, t]`` becomes slot t of row b."""
+
+    def read(axis: int, leaf: jax.Array) -> jax.Array:
+        at = leaf.at[(page_BT, *[slice(None)] * (axis - 1), offset_BT)]
+        return jnp.moveaxis(at.get(mode="fill", fill_value=0, wrap_negative_indices=False), 1, axis)
+
+    return _map_leaves(read, pool)
+
+
 def write(pool: StoredRowsT, page_BT: jax.Array, offset_BT: jax.Array, new: StoredRowsT) -> StoredRowsT:
     """Writes slot t of row b of ``new`` to slot ``offset_BT[b, t]`` of page ``page_BT[b, t]``.
 
