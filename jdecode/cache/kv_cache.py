@@ -306,10 +306,8 @@ def take_rows(cache: KVCache, row_idx: jax.Array, *, num_pages: int | None = Non
         return leaf.at[fork.source_P].get(mode="fill", fill_value=0)
 
     stores = [jax.tree.map(take_pages if cache.has_pages(idx) else take, own) for idx, own in enumerate(cache.stores)]
-    taken = dataclasses.replace(
-        cache, stores=tuple(stores), positions=tuple(map(take, cache.positions)), length_B=take(cache.length_B)
-    )
-    return with_pages(taken, fork.pages_RC, fork.shared_R)
+    taken = dataclasses.replace(cache, stores=tuple(stores), positions=tuple(map(take, cache.positions)))
+    return with_pages(taken, fork.pages_RC, fork.shared_R, take(cache.length_B))
 
 
 def repeat_rows(cache: KVCache, times: int) -> KVCache:
@@ -322,16 +320,37 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
     return take_rows(cache, jnp.asarray(row_idx), num_pages=num_pages)
 
 
-def with_pages(cache: KVCache, pages_BC: jax.Array, shared_B: jax.Array) -> KVCache:
-    """Returns a cache with another table: ``pages_BC`` and ``shared_B`` (int32) as in ``KVCache``.
+def with_pages(cache: KVCache, pages_BC: jax.Array, shared_B: jax.Array, length_B: jax.Array) -> KVCache:
+    """Returns a cache whose rows are other texts in the same pools, as a table of the host says.
 
-    No two rows may have one page in columns that ``shared_B`` leaves open.
+    Args:
+      pages_BC, shared_B, length_B: int32, as in ``KVCache``. No two rows may have one page in columns that ``shared_B``
+        leaves open. Layers that have rows of their own keep them, so there a length must be one that they hold.
+
+    Raises:
+      ValueError: no layer has pages.
     """
+    paged = cache.paged_layout
+    if paged is None:
+        raise ValueError("with_pages: expected a cache with pages, got none; use the layout paged")
+    slot_1S = jnp.arange(paged.capacity, dtype=jnp.int32)[None, :]
+    # Made anew: a page that is given to a column may hold anything, NaN too, and no old position may vouch for it.
+    position_BS = jnp.where(slot_1S < length_B[:, None], slot_1S, visibility.EMPTY)
     positions = tuple(
-        # A new page in the column of tokens that were taken back holds anything, NaN too: no position may vouch for it.
-        jnp.where(position_BS < cache.length_B[:, None], position_BS, visibility.EMPTY)
-        if layout is cache.paged_layout
-        else position_BS
-        for layout, position_BS in zip(cache.layouts, cache.positions, strict=True)
+        position_BS if layout is paged else own
+        for layout, own in zip(cache.layouts, cache.positions, strict=True)
     )
-    return dataclasses.replace(cache, positions=positions, pages_BC=pages_BC, shared_B=shared_B)
+    return dataclasses.replace(cache, positions=positions, pages_BC=pages_BC, shared_B=shared_B, length_B=length_B)
+
+
+def copy_pages(cache: KVCache, from_N: jax.Array, to_N: jax.Array) -> KVCache:
+    """Copies pages of every layer that has some, pair by pair; see ``page_pool.copy_pages``."""
+    stores = tuple(
+        LayerStore(
+            keys=page_pool.copy_pages(store.keys, from_N, to_N), values=page_pool.copy_pages(store.values, from_N, to_N)
+        )
+        if cache.has_pages(idx)
+        else store
+        for idx, store in enumerate(cache.stores)
+    )
+    return dataclasses.replace(cache, stores=stores)
