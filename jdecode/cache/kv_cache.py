@@ -337,8 +337,7 @@ def with_pages(cache: KVCache, pages_BC: jax.Array, shared_B: jax.Array, length_
     # Made anew: a page that is given to a column may hold anything, NaN too, and no old position may vouch for it.
     position_BS = jnp.where(slot_1S < length_B[:, None], slot_1S, visibility.EMPTY)
     positions = tuple(
-        position_BS if layout is paged else own
-        for layout, own in zip(cache.layouts, cache.positions, strict=True)
+        position_BS if layout is paged else own for layout, own in zip(cache.layouts, cache.positions, strict=True)
     )
     return dataclasses.replace(cache, positions=positions, pages_BC=pages_BC, shared_B=shared_B, length_B=length_B)
 

@@ -34,15 +34,17 @@ def make_cache(model_config, batch_size: int, dtype="float32", **options: Any) -
     return allocate.init_cache(model_config, own, **sizes, num_pages=num_pages)
 
 
-def poisoned(cache: kv_cache.KVCache, is_poisoned_P: np.ndarray, value: float) -> kv_cache.KVCache:
-    """Overwrites pages in every layer."""
+@jax.jit
+def prepare(cache: kv_cache.KVCache, is_poisoned_P: jax.Array, value: jax.Array, table_BC: jax.Array):
+    """Overwrites pages in every layer, and gives the cache a table."""
 
     def fill(leaf):
-        filler = value if jnp.issubdtype(leaf.dtype, jnp.floating) else 99
-        return jnp.where(jnp.asarray(is_poisoned_P)[:, None, None], jnp.asarray(filler, leaf.dtype), leaf)
+        filler = value.astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.asarray(99, leaf.dtype)
+        return jnp.where(is_poisoned_P[:, None, None], filler, leaf)
 
     stores = [jax.tree.map(fill, own) if cache.has_pages(idx) else own for idx, own in enumerate(cache.stores)]
-    return dataclasses.replace(cache, stores=tuple(stores))
+    cache = dataclasses.replace(cache, stores=tuple(stores))
+    return kv_cache.with_pages(cache, table_BC, jnp.zeros_like(cache.length_B), cache.length_B)
 
 
 @dataclasses.dataclass
@@ -61,15 +63,17 @@ class Hosted:
         pool.allocate(3)  # so that pages lie elsewhere than columns
         cache = make_cache(model.config, batch_size, dtype, num_pages=NUM_PAGES)
         tables = [page_table.PageTable(pool, max_pages=CAPACITY // Z) for _ in range(batch_size)]
-        return cls(model, params, poisoned(cache, np.ones(NUM_PAGES, bool), poison), tables, poison)
+        return cls(model, params, cache, tables, poison)
 
     def feed(self, parts: list[list[int]], width: int) -> list[np.ndarray]:
         """Feeds a block of ragged rows; returns the logits of each row."""
-        self.cache = poisoned(self.cache, self._is_unmapped(), self.poison)
+        is_unmapped_P = np.ones(NUM_PAGES, bool)
+        is_unmapped_P[[page for table in self.tables for page in table.pages]] = False
         for table, part in zip(self.tables, parts, strict=True):
             if part:
                 assert not table.append(len(part)).copies
-        self._send()
+        table_BC = jnp.asarray(np.stack([table.padded_ids() for table in self.tables]))
+        self.cache = prepare(self.cache, jnp.asarray(is_unmapped_P), jnp.float32(self.poison), table_BC)
         tokens_BT, num_tokens_B = tiny_models.padded(parts, width, padding=7)
         logits_BTV, self.cache = tiny_models.apply(self.model, self.params, tokens_BT, self.cache, num_tokens_B)
         return tiny_models.unpadded(logits_BTV, parts)
@@ -78,16 +82,6 @@ class Hosted:
         for table, length in zip(self.tables, lengths, strict=True):
             table.truncate(length)
         self.cache = kv_cache.truncate(self.cache, jnp.asarray(lengths, jnp.int32))
-
-    def _send(self) -> None:
-        table_BC = jnp.asarray(np.stack([table.padded_ids() for table in self.tables]))
-        assert self.cache.shared_B is not None
-        self.cache = kv_cache.with_pages(self.cache, table_BC, self.cache.shared_B, self.cache.length_B)
-
-    def _is_unmapped(self) -> np.ndarray:
-        is_unmapped_P = np.ones(NUM_PAGES, bool)
-        is_unmapped_P[[page for table in self.tables for page in table.pages]] = False
-        return is_unmapped_P
 
 
 def small_blocks(monkeypatch, size: int) -> str:
@@ -100,9 +94,16 @@ LENGTHS = [3 * Z + 1, 2 * Z, Z + 1]
 
 # One page too many was attended whenever the length was a multiple of the page; fresh memory near zero hid it
 # (pegainfer-project/pegainfer#291). Rows of 1 .. 3 Z + 1 tokens, step by step and in chunks that cross pages.
-@pytest.mark.parametrize("poison", [np.nan, 1e4])
-@pytest.mark.parametrize("chunk_len", [1, 3, 2 * Z, 3 * Z + 1])
-@pytest.mark.parametrize("backend", ["blockwise", "reference", "small blocks"])
+@pytest.mark.parametrize(
+    ("backend", "chunk_len", "poison"),
+    [
+        ("small blocks", 1, np.nan),
+        ("small blocks", 3 * Z + 1, 1e4),
+        ("reference", 3, np.nan),
+        pytest.param("blockwise", 2 * Z, np.nan, marks=pytest.mark.exhaustive),
+        pytest.param("reference", 1, 1e4, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_paged_is_full_whatever_unmapped_pages_hold(backend, chunk_len, poison, monkeypatch):
     small_blocks(monkeypatch, Z)
     model = transformer.Transformer(MIXED, backend=backend)
@@ -117,7 +118,9 @@ def test_paged_is_full_whatever_unmapped_pages_hold(backend, chunk_len, poison, 
     np.testing.assert_array_equal(hosted.cache.length_B, LENGTHS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [dtype if dtype == "int8" else pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES]
+)
 def test_every_codec(dtype):
     model, params = transformer.Transformer(FULL), tiny_models.random_params(FULL)
     rows = tiny_models.random_rows(LENGTHS)
@@ -130,7 +133,7 @@ def test_every_codec(dtype):
 
 
 # Pages that attention's blocks do not fit: three tokens each, in blocks of two, of four, and of all.
-@pytest.mark.parametrize("size", [2, 4, 99])
+@pytest.mark.parametrize("size", [2, 99])
 def test_pages_and_blocks_of_other_lengths(size, monkeypatch):
     model = transformer.Transformer(FULL, backend=small_blocks(monkeypatch, size))
     params, rows = tiny_models.random_params(FULL), tiny_models.random_rows([11, 7])
@@ -141,7 +144,7 @@ def test_pages_and_blocks_of_other_lengths(size, monkeypatch):
     tiny_models.assert_rows_close(got, whole)
 
 
-# A page that comes back for another column, or another row, holds old numbers or poison, which no position may vouch for.
+# A page that comes back for another column, or row, holds old numbers or poison, which no position may vouch for.
 @pytest.mark.parametrize("held", [Z - 1, 2 * Z, 2 * Z + 1])
 @pytest.mark.parametrize("back", [1, Z, 2 * Z - 1])
 def test_rollback_across_pages(held, back):
@@ -149,11 +152,10 @@ def test_rollback_across_pages(held, back):
     rows = tiny_models.random_rows([11, 11])
     hosted = Hosted.of(model, params, 2)
     hosted.feed([row[:held] for row in rows], 2 * Z + 1)
-    refused = [[9] * back, [5] * back]
-    hosted.feed(refused, back)
+    hosted.feed([[9] * back, [5] * back], 2 * Z + 1)
     hosted.truncate([held, held])
     tails = [rows[0][held : held + 1], rows[1][held : held + 3]]
-    got = hosted.feed(tails, 3)
+    got = hosted.feed(tails, 2 * Z + 1)
     expected = tiny_models.whole(model, params, rows, 11)
     tiny_models.assert_rows_close(got, [expected[0][held : held + 1], expected[1][held : held + 3]])
 
@@ -177,8 +179,14 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 21, "ignore_eos": True, "logprobs":
 PAGED = config.CacheConfig(layout="paged", page_len=4)
 
 
-@pytest.mark.parametrize("kind", drafts_under_test.KINDS)
-@pytest.mark.parametrize("name", ["llama_gqa", "mistral_w16"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mistral_w16", "ngram"),
+        pytest.param("llama_gqa", "model", marks=pytest.mark.slow),
+        pytest.param("llama_gqa", "layer_skip", marks=pytest.mark.slow),
+    ],
+)
 def test_generate_with_a_draft(name, kind):
     lm = tiny_model.load(name)
     rows = [[5, 6, 7] * 6, [9, 8], [3] * 11]
@@ -186,11 +194,11 @@ def test_generate_with_a_draft(name, kind):
     full, paged = (lm.generate(rows, cache=own, **options) for own in (config.CacheConfig(), PAGED))
     assert paged.stats["drafted"] > paged.stats["accepted"]  # something was taken back
     assert tiny_model.rows(paged) == tiny_model.rows(full)
-    np.testing.assert_allclose(paged.logprobs, full.logprobs, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(paged.logprobs), np.asarray(full.logprobs), atol=1e-5)
 
 
 # Forks of a text in mid-page, at a page's end, and of less than a page; with a draft whose cache is forked too.
-@pytest.mark.parametrize("draft", [None, "model"])
+@pytest.mark.parametrize("draft", [None, pytest.param("model", marks=pytest.mark.slow)])
 def test_samples_share_pages(draft):
     lm = tiny_model.load("llama_gqa")
     rows = [list(range(3, 3 + length)) for length in (18, 16, 3)]
@@ -206,11 +214,16 @@ def test_samples_share_pages(draft):
     assert paged.stats["kv_cache_bytes"] == 120 * page_bytes + 15 * 4 * (41 + 11)
 
 
-def test_chat_that_takes_back_its_text():
-    lm = tiny_model.load("llama_gqa")
-    cache = lm.init_cache(batch_size=2, capacity=30, cache=PAGED)
-    logits, cache = lm.model.apply(lm.params, jnp.asarray([[3, 4, 5, 6, 7, 8, 9, 10, 11]] * 2), cache)
-    cache = kv_cache.truncate(cache, jnp.asarray([5, 2]))
-    again, _ = lm.model.apply(lm.params, jnp.asarray([[8, 9, 10], [5, 6, 7]]), cache)
-    np.testing.assert_allclose(again[0], logits[0, 5:8], atol=1e-5)
-    np.testing.assert_allclose(again[1], logits[1, 2:5], atol=1e-5)
+def test_text_is_taken_back_but_not_what_is_shared():
+    model, params, rows = transformer.Transformer(FULL), tiny_models.random_params(FULL), [[3, 4, 5, 6, 7, 8, 9]] * 2
+    expected = tiny_models.whole(model, params, rows, 7)
+    _, cache = tiny_models.feed(model, params, rows, make_cache(FULL, 2), 7)
+    cut = kv_cache.truncate(cache, jnp.asarray([5, 1]))
+    again, _ = tiny_models.feed(model, params, [rows[0][5:], rows[0][1:4]], cut, 7)
+    tiny_models.assert_rows_close(again, [expected[0][5:], expected[0][1:4]])
+    forked = kv_cache.take_rows(cache, jnp.asarray([1, 1, 0]))
+    np.testing.assert_array_equal(forked.shared_B, [6, 6, 0])  # three pages of two tokens; row 2 is alone
+    with pytest.raises(ValueError, match=r"row 1: expected a length of at least the 6 tokens .* got 5; take the row"):
+        kv_cache.truncate(forked, jnp.asarray([6, 5, 0]))
+    kv_cache.truncate(forked, jnp.asarray([6, 9, 0]))
+    kv_cache.truncate(kv_cache.take_rows(forked, jnp.asarray([1])), jnp.asarray([0]))
