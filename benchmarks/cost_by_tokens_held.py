@@ -1,9 +1,9 @@
-"""The time of a decode step by the tokens held, for several capacities and codecs of the cache, in turn.
+"""The time of a decode step by the tokens held, for several capacities, codecs and layouts of the cache, in turn.
 
 Usage::
 
     python benchmarks/cost_by_tokens_held.py [--config smollm2_135m] [--held 300] [--capacities 512,8192] [--rounds 9]
-                                             [--kv-dtypes auto,int8]
+                                             [--kv-dtypes auto,int8] [--layouts auto,paged]
 
 A step should cost what is held, not what is reserved. Weights are random: only times are read.
 """
@@ -40,28 +40,30 @@ def main() -> None:
     parser.add_argument("--held", type=int, default=300)
     parser.add_argument("--capacities", default="512,8192")
     parser.add_argument("--kv-dtypes", default="auto")
+    parser.add_argument("--layouts", default="auto")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     model, shapes = abstract_model(arguments.config, "float32")
     params = random_params(shapes)
     ways = [
-        (kv_dtype, int(capacity))
+        (layout, kv_dtype, int(capacity))
+        for layout in arguments.layouts.split(",")
         for kv_dtype in arguments.kv_dtypes.split(",")
         for capacity in arguments.capacities.split(",")
     ]
     caches, num_steps = {}, 16
-    for kv_dtype, capacity in ways:
+    for layout, kv_dtype, capacity in ways:
         cache = allocate.init_cache(
             model.config,
-            config.CacheConfig(dtype=kv_dtype),
+            config.CacheConfig(dtype=kv_dtype, layout=layout),
             batch_size=arguments.batch,
             capacity=capacity,
             compute_dtype="float32",
         )
-        _, caches[kv_dtype, capacity] = steps(model, params, cache, arguments.held)
+        _, caches[layout, kv_dtype, capacity] = steps(model, params, cache, arguments.held)
     held_B = jnp.full(arguments.batch, arguments.held, jnp.int32)
-    seconds: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    seconds: dict[tuple[str, str, int], list[float]] = {way: [] for way in ways}
     for _ in range(arguments.rounds):
         for way in ways:
             cache = kv_cache.truncate(caches[way], held_B)
@@ -70,9 +72,9 @@ def main() -> None:
             token_B1.block_until_ready()
             seconds[way].append((time.perf_counter() - start) / num_steps)
     medians = {way: statistics.median(times) for way, times in seconds.items()}
-    for (kv_dtype, capacity), median in medians.items():
+    for (layout, kv_dtype, capacity), median in medians.items():
         print(
-            f"{arguments.held} tokens held, capacity {capacity}, {kv_dtype}: {1e3 * median:.2f} ms a step, "
+            f"{arguments.held} tokens held, capacity {capacity}, {kv_dtype}, {layout}: {1e3 * median:.2f} ms a step, "
             f"{median / medians[ways[0]]:.3f} of the first"
         )
 

@@ -3,7 +3,7 @@
 Usage::
 
     python benchmarks/loop_memory.py [--config smollm2_135m] [--capacity 8192] [--batches 1,4] [--kv-dtype auto]
-                                     [--tpu v5e:2x4 [--mesh data=1,model=8]]
+                                     [--layout auto] [--tpu v5e:2x4 [--mesh data=1,model=8]]
 
 Without ``--tpu`` the loop is compiled for this machine. With it, for a TPU that need not be there: the package
 ``libtpu`` compiles ahead of time for a named topology. Nothing runs. With ``--mesh`` the program is spread over the
@@ -33,13 +33,15 @@ from jdecode.sampling import standard
 MEBIBYTE = 2.0**20
 
 
-def abstract_state(model, batch: int, capacity: int, kv_dtype: str, platform: str) -> state.DecodeState:
+def abstract_state(
+    model, batch: int, capacity: int, cache_config: config.CacheConfig, platform: str
+) -> state.DecodeState:
     """Returns the shapes of a decode's state."""
 
     def build():
         cache = allocate.init_cache(
             model.config,
-            config.CacheConfig(dtype=kv_dtype),
+            cache_config,
             batch_size=batch,
             capacity=capacity,
             compute_dtype=model.dtype,
@@ -122,14 +124,16 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--layout", default="auto")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="such as v5e:2x4")
     parser.add_argument("--mesh", type=command_line.mesh, default=config.MeshConfig(), help="data=1,model=8")
     arguments = parser.parse_args()
     model, params = abstract_model(arguments.config, "bfloat16" if arguments.tpu else "float32")
     plain = step.PlainStep(model, sampling.standard_chain())
     platform = "tpu" if arguments.tpu else jax.default_backend()
+    cache_config = config.CacheConfig(dtype=arguments.kv_dtype, layout=arguments.layout)
     for batch in [int(text) for text in arguments.batches.split(",")]:
-        shapes = abstract_state(model, batch, arguments.capacity, arguments.kv_dtype, platform)
+        shapes = abstract_state(model, batch, arguments.capacity, cache_config, platform)
         steps = jax.ShapeDtypeStruct((), jnp.int32)
         if not arguments.tpu:
             jitted = jax.jit(loop.decode_steps, static_argnums=0, donate_argnums=2)

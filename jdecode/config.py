@@ -8,6 +8,7 @@ from typing import Any
 VERIFY_RULES = ("rejection", "coupled")  # of speculative decoding
 MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling state and a row of logits
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")  # of stored keys and values
+CACHE_LAYOUTS = ("auto", "full", "paged")
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -164,22 +165,32 @@ class CacheConfig:
 
     Attributes:
       layout: ``"auto"`` gives a ring buffer to each layer with a window, and every slot to the others;
-        ``"full"`` gives every slot to every layer (a window is then only a mask).
+        ``"full"`` gives every slot to every layer (a window is then only a mask); ``"paged"`` is ``"auto"`` with
+        every slot in pages, which rows can share.
       dtype: of stored keys and values: ``"auto"`` (the model's compute dtype), ``"float32"``, ``"bfloat16"``,
         ``"float16"``; or 8 bits with a scale a token and head, ``"int8"`` and ``"fp8"`` (e4m3).
       slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
         and as many as ``slack`` tokens can be rolled back.
+      page_len: Z, tokens a page, only beside the layout ``"paged"``; ``None`` for 64.
     """
 
     layout: str = "auto"
     dtype: str = "auto"
     slack: int = 0
+    page_len: int | None = None
 
     def __post_init__(self) -> None:
-        check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
+        known = ", ".join(CACHE_LAYOUTS)
+        check(self.layout in CACHE_LAYOUTS, f"cache layout: expected one of {known}, got {self.layout!r}")
         known = ", ".join(CACHE_DTYPES)
         check(self.dtype in CACHE_DTYPES, f"cache dtype: expected one of {known}, got {self.dtype!r}")
         check_count("cache slack", self.slack, 0)
+        if self.page_len is not None:
+            check_count("cache page_len", self.page_len, 1, " or none")
+            check(
+                self.layout == "paged",
+                f"cache page_len: expected none beside layout {self.layout}, got {self.page_len}; use layout paged",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

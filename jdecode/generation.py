@@ -217,8 +217,8 @@ class TextStream:
         key_B = sampling.request_keys(request.seeds, [row % request.num_samples for row in range(self._rows)])
         cache, logits_BV = prefill.prefill(self._model, self._params, request.prompts, cache)
         if request.num_samples > 1:
-            row_idx = jnp.repeat(jnp.arange(len(request.prompts)), request.num_samples)
-            cache, logits_BV = kv_cache.take_rows(cache, row_idx), jnp.take(logits_BV, row_idx, axis=0)
+            cache = kv_cache.repeat_rows(cache, request.num_samples)
+            logits_BV = jnp.repeat(logits_BV, request.num_samples, axis=0)
         first = loop.begin(
             self._chain,
             self._sampling_params,

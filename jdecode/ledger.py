@@ -52,7 +52,12 @@ def build_parser() -> command_line.ArgumentParser:
     group.add_argument("--batch", metavar="B", type=count(1), default=1, help="requests (default 1)")
     group.add_argument("--context", metavar="S", type=count(1), help="tokens a request (default: as trained)")
     group.add_argument("--kv-dtype", metavar="DTYPE", type=command_line.cache_dtype, help="of cached keys and values")
-    group.add_argument("--layout", choices=("auto", "full"), help="auto: rings where layers have windows")
+    group.add_argument(
+        "--layout",
+        choices=config.CACHE_LAYOUTS,
+        help="auto: rings where layers have windows; paged: and pages elsewhere",
+    )
+    group.add_argument("--page-len", metavar="Z", type=count(1), help="tokens a page, beside the layout paged")
     group.add_argument("--slack", metavar="N", type=count(), help="slots of a ring beyond its window")
     group.add_argument("--window", metavar="W", type=count(1), help="what if every full layer had this window")
     group.add_argument("--sinks", metavar="N", type=count(), help="first tokens that stay, beside --window")
@@ -117,7 +122,16 @@ def _weight_dtype(arguments: argparse.Namespace) -> str:
 
 
 def _cache(arguments: argparse.Namespace, base: config.CacheConfig) -> config.CacheConfig:
-    given = {"dtype": arguments.kv_dtype, "layout": arguments.layout, "slack": arguments.slack}
+    given = {
+        "dtype": arguments.kv_dtype,
+        "layout": arguments.layout,
+        "slack": arguments.slack,
+        "page_len": arguments.page_len,
+    }
+    if arguments.layout not in (None, "paged"):
+        base = dataclasses.replace(
+            base, page_len=None
+        )  # a config's pages are not those of the layout that was asked for
     cache = dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
     if arguments.window is not None and cache.layout == "full":
         raise ValueError("--window: expected the layout auto, got full of the config; add --layout auto")

@@ -28,7 +28,7 @@ def variants(name: str, question: cache_relief.Question) -> list[cache_relief.Va
 
 
 @pytest.mark.parametrize("way", cache_relief.WAYS, ids=lambda way: way.name)
-@pytest.mark.parametrize("layout", ["auto", "full"])
+@pytest.mark.parametrize("layout", ["auto", "full", "paged"])
 def test_every_way(way, layout):
     own = variants(way.name, question_of(layout=layout))
     assert len(own) >= 2 and [variant.is_planned for variant in own].count(True) == 1
@@ -97,6 +97,31 @@ def test_windows_of_a_model_without():
 def test_windows_of_a_model_with_nothing_else():
     model = dataclasses.replace(MIXED, layers=MIXED.layers[:1] * 2)
     assert len(variants("windows in rings", question_of(model))) == 2
+
+
+@pytest.mark.parametrize("layout", ["auto", "paged"])
+def test_pages_by_hand(layout):
+    own = variants("pages that rows share", question_of(layout=layout, page_len=3 if layout == "paged" else None))
+    slot, page_len = PLANNED // 50, 3 if layout == "paged" else 64
+    # Rings of 4 and 6 slots beside 14 pages of three; or beside one of 64, none of whose is full at 20 tokens.
+    columns, full = (14, 6) if layout == "paged" else (1, 0)
+    assert [variant.formula_bytes for variant in own] == [
+        50 * slot,
+        (10 + columns * page_len) * slot,
+        4 * 50 * slot,
+        (4 * 10 + (full + 4 * (columns - full)) * page_len) * slot,
+    ]
+    assert [variant.allocated_bytes for variant in own] == [variant.formula_bytes for variant in own]
+    assert [variant.is_planned for variant in own] == [layout == "auto", layout == "paged", False, False]
+
+
+def test_where_no_pages_are():
+    rings = dataclasses.replace(MIXED, layers=MIXED.layers[:1] * 2)
+    assert len(variants("pages that rows share", question_of(rings))) == 1
+    question = question_of()
+    spread = dataclasses.replace(question.plan, mesh=config_lib.MeshConfig(data=3))
+    (only,) = variants("pages that rows share", dataclasses.replace(question, plan=spread))
+    assert only.is_planned
 
 
 def test_scores_are_not_held_at_once():

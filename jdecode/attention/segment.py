@@ -35,7 +35,7 @@ class Rows(Protocol):
     def block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Returns what slots ``start .. start + size - 1`` stand for, as (B, size, K, H) in a float dtype.
 
-        ``start + size`` is never past ``num_slots``. ``size`` is static.
+        ``start`` is a multiple of ``size``, or ``num_slots - size``. ``size`` is static.
         """
         ...
 

@@ -6,18 +6,25 @@ import jax
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
+from jdecode import shapes
 from jdecode.attention import visibility
 from jdecode.cache import codec as codec_lib
-from jdecode.cache import codec_plain, codec_token, kv_cache, layout, layout_full, layout_ring
+from jdecode.cache import codec_plain, codec_token, kv_cache, layout, layout_full, layout_paged, layout_ring
 from jdecode.parallel import rules
+
+PAGE_LEN = 64
+"""Tokens a page unless told otherwise. Attention reads 256 slots at a time: a divisor of it reads whole pages."""
 
 
 def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheConfig, capacity: int) -> layout.Layout:
     """Chooses the layout of one layer: a ring where it has a window and the ring is smaller than ``capacity`` slots."""
-    if cache_config.layout == "auto" and layer.window is not None:
+    if cache_config.layout != "full" and layer.window is not None:
         ring = layout_ring.RingLayout(window=layer.window, slack=cache_config.slack, num_sinks=layer.num_sinks)
         if ring.capacity < capacity:
             return ring
+    if cache_config.layout == "paged":
+        page_len = cache_config.page_len or PAGE_LEN
+        return layout_paged.PagedLayout(capacity=shapes.round_up(capacity, page_len), page_len=page_len)
     return layout_full.FullLayout(capacity=capacity)
 
 
@@ -40,6 +47,7 @@ def init_cache(
     compute_dtype: str,
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
+    num_pages: int | None = None,
 ) -> kv_cache.KVCache:
     """Allocates an empty cache.
 
@@ -49,9 +57,11 @@ def init_cache(
       compute_dtype: stored dtype where ``cache_config.dtype`` is ``"auto"``.
       mesh: devices to spread it over, rows along ``data`` and heads along ``model``; ``None`` for the default one.
       platform: on which programs with the cache will run; ``None`` for the default one.
+      num_pages: P, of the pools of layers with pages. Their columns have no page then: ``kv_cache.with_pages`` gives
+        them one before it is written. ``None`` gives every column its own.
 
     Raises:
-      ValueError: ``batch_size`` or ``capacity`` is under 1.
+      ValueError: a size is under 1; ``num_pages`` where no layer has pages; or pages on a mesh that splits rows.
     """
     for name, value in (("batch_size", batch_size), ("capacity", capacity)):
         if value < 1:
@@ -59,20 +69,48 @@ def init_cache(
     codec = make_codec(cache_config, compute_dtype, platform or jax.default_backend())
     layer_layouts = [layer_layout(layer, cache_config, capacity) for layer in model_config.layers]
     layouts = tuple(dict.fromkeys(layer_layouts))
-
-    def store(num_slots: int) -> kv_cache.LayerStore:
-        shape = (batch_size, num_slots, model_config.num_kv_heads, model_config.head_dim)
-        return kv_cache.LayerStore(keys=codec.keys.init(*shape, mesh), values=codec.values.init(*shape, mesh))
+    paged = next((own for own in layouts if isinstance(own, layout_paged.PagedLayout)), None)
+    _check_pages(paged, num_pages, mesh)
 
     def table(shape: tuple[int, ...], filler: int):
         device = None if mesh is None else rules.sharding(mesh, ("batch", None)[: len(shape)], shape)
         return jnp.full(shape, filler, jnp.int32, device=device)
 
+    pages_BC = shared_B = None
+    if paged is not None:
+        pages_BC, shared_B = table((batch_size, paged.num_columns), num_pages or 0), table((batch_size,), 0)
+        if num_pages is None:
+            pages_BC = pages_BC + jnp.arange(pages_BC.size).reshape(pages_BC.shape)
+
+    def store(own: layout.Layout) -> kv_cache.LayerStore:
+        B, S, heads = batch_size, own.capacity, (model_config.num_kv_heads, model_config.head_dim)
+        if isinstance(own, layout_paged.PagedLayout):
+            B, S = num_pages or batch_size * own.num_columns, own.page_len
+        return kv_cache.LayerStore(
+            keys=codec.keys.init(B, S, *heads, mesh), values=codec.values.init(B, S, *heads, mesh)
+        )
+
     return kv_cache.KVCache(
-        stores=tuple(store(own.capacity) for own in layer_layouts),
+        stores=tuple(map(store, layer_layouts)),
         positions=tuple(table((batch_size, own.capacity), int(visibility.EMPTY)) for own in layouts),
         length_B=table((batch_size,), 0),
+        pages_BC=pages_BC,
+        shared_B=shared_B,
         layouts=layouts,
         layout_idx=tuple(layouts.index(own) for own in layer_layouts),
         codec=codec,
     )
+
+
+def _check_pages(paged: layout_paged.PagedLayout | None, num_pages: int | None, mesh: jax.sharding.Mesh | None) -> None:
+    if paged is None:
+        if num_pages is not None:
+            raise ValueError(f"num_pages: expected none (no layer has pages), got {num_pages}; use the layout paged")
+        return
+    if num_pages is not None and num_pages < 1:
+        raise ValueError(f"num_pages: expected a count of at least 1, got {num_pages}")
+    if mesh is not None and mesh.shape["data"] > 1:
+        raise ValueError(
+            f"cache layout paged: expected a mesh with data=1 (a page may belong to any row), got data="
+            f"{mesh.shape['data']}; use model, or another layout"
+        )

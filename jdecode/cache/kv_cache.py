@@ -15,28 +15,35 @@ sees exactly what ``attention.visibility`` says.
 
 Rollback is a length: ``truncate`` lowers ``length_B``. The slots of the cut tokens keep positions past the new length,
 where no query sees them, and the next block overwrites them (or, where it attends to the old ring, hides them).
+
+Layers of a paged layout have a pool of pages instead of rows (``page_pool``), all by one table: the slots of a row, its
+positions and its mask are those of a full layout, and only what reads or writes stored bytes goes through the table
+(``paged_rows``). The device loop never changes the table; ``take_rows`` and ``with_pages`` do, between its runs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdecode.attention import segment as segment_lib
 from jdecode.attention import visibility
 from jdecode.cache import codec as codec_lib
 from jdecode.cache import layout as layout_lib
+from jdecode.cache import layout_paged, page_forks, page_pool, paged_rows
 from jdecode.cache import slots as slots_lib
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStore:
-    """The rows of one layer."""
+    """The rows of one layer, or its pools."""
 
-    keys: segment_lib.Rows
-    values: segment_lib.Rows
+    keys: codec_lib.StoredRows
+    values: codec_lib.StoredRows
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +55,10 @@ class KVCache:
       stores: one ``LayerStore`` a layer.
       positions: one int32 (B, S) table a layout: the absolute position that each slot holds, or ``EMPTY``.
       length_B: int32, the tokens that each row has seen.
+      pages_BC: int32, the page of each column, for layers with pages; ids past the pool where there is none. ``None``
+        where no layer has pages.
+      shared_B: int32, how many of a row's first tokens lie in pages that are only read: writes there are dropped.
+        ``None`` where no layer has pages.
       layouts: the distinct layouts. Static.
       layout_idx: for each layer, which of ``layouts`` is its own. Static.
       codec: how rows are stored. Static.
@@ -56,6 +67,8 @@ class KVCache:
     stores: tuple[LayerStore, ...]
     positions: tuple[jax.Array, ...]
     length_B: jax.Array
+    pages_BC: jax.Array | None = None
+    shared_B: jax.Array | None = None
     layouts: tuple[layout_lib.Layout, ...] = dataclasses.field(metadata={"static": True})
     layout_idx: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     codec: codec_lib.KVCodec = dataclasses.field(metadata={"static": True})
@@ -79,6 +92,37 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of all leaves."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def paged_layout(self) -> layout_paged.PagedLayout | None:
+        """The layout whose slots lie in pages, if there is one."""
+        paged = [layout for layout in self.layouts if isinstance(layout, layout_paged.PagedLayout)]
+        return paged[0] if paged else None
+
+    def has_pages(self, layer_idx: int) -> bool:
+        """Says whether a layer has a pool of pages instead of rows."""
+        return isinstance(self.layouts[self.layout_idx[layer_idx]], layout_paged.PagedLayout)
+
+    def rows(self, layer_idx: int, stored: codec_lib.StoredRows) -> segment_lib.Rows:
+        """Returns keys or values of a layer as attention reads them: through the table where they lie in pages."""
+        return self._paged(stored) if self.has_pages(layer_idx) else stored
+
+    def write(
+        self,
+        layer_idx: int,
+        codec: codec_lib.RowCodec,
+        stored: codec_lib.StoredRows,
+        slot_BT: jax.Array,
+        new: codec_lib.StoredRows,
+    ) -> codec_lib.StoredRows:
+        """Returns keys or values of a layer with an encoded block in its slots. See ``codec.RowCodec.write``."""
+        if self.has_pages(layer_idx):
+            return self._paged(stored).write(slot_BT, new)
+        return codec.write(stored, slot_BT, new)
+
+    def _paged(self, pool: codec_lib.StoredRows) -> paged_rows.PagedRows:
+        assert self.pages_BC is not None
+        return paged_rows.PagedRows(pool=pool, page_BC=self.pages_BC)
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +156,8 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
     slots, positions = [], []
     for layout, position_BS in zip(cache.layouts, cache.positions, strict=True):
         written_BT = (stored_position_BT != visibility.EMPTY) & layout.survives(position_BT, length_B[:, None])
+        if cache.shared_B is not None and layout is cache.paged_layout:
+            written_BT &= position_BT >= cache.shared_B[:, None]
         # Past the last slot, and distinct: such writes are dropped. (Clamping or -1 would hit a live slot.)
         dropped_BT = layout.capacity + jnp.broadcast_to(jnp.arange(block_len, dtype=jnp.int32), position_BT.shape)
         slot_BT = jnp.where(written_BT, layout.slot(position_BT), dropped_BT)
@@ -167,8 +213,8 @@ class CachedLayer:
         idx = cache.layout_idx[self.layer_idx]
         layout, old = cache.layouts[idx], cache.stores[self.layer_idx]
         new = LayerStore(
-            keys=codec.keys.write(old.keys, block.slots[idx], fresh.keys),
-            values=codec.values.write(old.values, block.slots[idx], fresh.values),
+            keys=cache.write(self.layer_idx, codec.keys, old.keys, block.slots[idx], fresh.keys),
+            values=cache.write(self.layer_idx, codec.values, old.values, block.slots[idx], fresh.values),
         )
         if block_len <= layout.max_block_len:
             return new, (self._stored_segment(new, block.positions[idx], block.length_B),)
@@ -192,8 +238,8 @@ class CachedLayer:
             # Slots in the order of positions: those before the window of every row need not be read.
             first_slot = jnp.maximum(self.block.position_BT[:, 0].min() - (self.window - 1), 0)
         return segment_lib.Segment(
-            keys=store.keys,
-            values=store.values,
+            keys=self.cache.rows(self.layer_idx, store.keys),
+            values=self.cache.rows(self.layer_idx, store.values),
             position_BS=position_BS,
             first_slot=first_slot,
             end_slot=jnp.minimum(length_B.max(), layout.capacity),
@@ -219,12 +265,91 @@ def close_block(cache: KVCache, block: Block, stores: Sequence[LayerStore]) -> K
 def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:
     """Takes back each row's latest tokens, so that it has seen ``length_B`` (int32) tokens.
 
-    No row may lose more than ``cache.max_rollback`` tokens that it has seen at its longest; longer lengths than a
-    row's own leave it as it is.
+    No row may lose more than ``cache.max_rollback`` tokens that it has seen at its longest, nor a token whose page it
+    shares (``cache.shared_B``); longer lengths than a row's own leave it as it is.
+
+    Raises:
+      ValueError: a row would lose tokens that it shares. Only where the lengths are not traced.
     """
-    return dataclasses.replace(cache, length_B=jnp.minimum(cache.length_B, length_B))
+    length_B = jnp.minimum(cache.length_B, length_B)
+    if cache.shared_B is not None:
+        page_forks.check_rollback(cache.shared_B, length_B)
+    return dataclasses.replace(cache, length_B=length_B)
 
 
-def take_rows(cache: KVCache, row_idx: jax.Array) -> KVCache:
-    """Returns a cache whose row i is row ``row_idx[i]`` (int32) of this one; rows may repeat."""
-    return jax.tree.map(lambda leaf: jnp.take(leaf, row_idx, axis=0), cache)
+def take_rows(cache: KVCache, row_idx: jax.Array, *, num_pages: int | None = None) -> KVCache:
+    """Returns a cache whose row i is row ``row_idx[i]`` (int32) of this one; rows may repeat.
+
+    Where a layer has pages, rows share those that are full (``page_forks``), and every other column of every row gets a
+    page of its own in a new pool.
+
+    Args:
+      num_pages: of the new pool; ``None`` for as many as rows need that share nothing. Fewer are enough where rows
+        share, see ``repeat_rows``; columns that get none drop what is written to them. Static.
+    """
+    take = functools.partial(jnp.take, indices=row_idx, axis=0)
+    paged = cache.paged_layout
+    if paged is None:
+        return jax.tree.map(take, cache)
+    assert cache.pages_BC is not None
+    pools = [store for idx, store in enumerate(cache.stores) if cache.has_pages(idx)]
+    fork = page_forks.fork(
+        cache.pages_BC,
+        cache.length_B,
+        row_idx,
+        page_len=paged.page_len,
+        num_old=page_pool.num_pages(pools[0].keys),
+        num_new=row_idx.shape[0] * paged.num_columns if num_pages is None else num_pages,
+    )
+
+    def take_pages(leaf: jax.Array) -> jax.Array:
+        return leaf.at[fork.source_P].get(mode="fill", fill_value=0)
+
+    stores = [jax.tree.map(take_pages if cache.has_pages(idx) else take, own) for idx, own in enumerate(cache.stores)]
+    taken = dataclasses.replace(cache, stores=tuple(stores), positions=tuple(map(take, cache.positions)))
+    return with_pages(taken, fork.pages_RC, fork.shared_R, take(cache.length_B))
+
+
+def repeat_rows(cache: KVCache, times: int) -> KVCache:
+    """Returns a cache with every row ``times`` times, one beside the other; pages are shared. On the host."""
+    row_idx, num_pages = np.repeat(np.arange(cache.batch_size, dtype=np.int32), times), None
+    if cache.paged_layout is not None:
+        tables = np.asarray(cache.pages_BC), np.asarray(cache.length_B)
+        least = page_forks.least_pages(*tables, row_idx, cache.paged_layout.page_len)
+        num_pages = min(page_forks.padded_pages(least), len(row_idx) * cache.paged_layout.num_columns)
+    return take_rows(cache, jnp.asarray(row_idx), num_pages=num_pages)
+
+
+def with_pages(cache: KVCache, pages_BC: jax.Array, shared_B: jax.Array, length_B: jax.Array) -> KVCache:
+    """Returns a cache whose rows are other texts in the same pools, as a table of the host says.
+
+    Args:
+      pages_BC, shared_B, length_B: int32, as in ``KVCache``. No two rows may have one page in columns that ``shared_B``
+        leaves open. Layers that have rows of their own keep them, so there a length must be one that they hold.
+
+    Raises:
+      ValueError: no layer has pages.
+    """
+    paged = cache.paged_layout
+    if paged is None:
+        raise ValueError("with_pages: expected a cache with pages, got none; use the layout paged")
+    slot_1S = jnp.arange(paged.capacity, dtype=jnp.int32)[None, :]
+    # Made anew: a page that is given to a column may hold anything, NaN too, and no old position may vouch for it.
+    position_BS = jnp.where(slot_1S < length_B[:, None], slot_1S, visibility.EMPTY)
+    positions = tuple(
+        position_BS if layout is paged else own for layout, own in zip(cache.layouts, cache.positions, strict=True)
+    )
+    return dataclasses.replace(cache, positions=positions, pages_BC=pages_BC, shared_B=shared_B, length_B=length_B)
+
+
+def copy_pages(cache: KVCache, from_N: jax.Array, to_N: jax.Array) -> KVCache:
+    """Copies pages of every layer that has some, pair by pair; see ``page_pool.copy_pages``."""
+    stores = tuple(
+        LayerStore(
+            keys=page_pool.copy_pages(store.keys, from_N, to_N), values=page_pool.copy_pages(store.values, from_N, to_N)
+        )
+        if cache.has_pages(idx)
+        else store
+        for idx, store in enumerate(cache.stores)
+    )
+    return dataclasses.replace(cache, stores=stores)

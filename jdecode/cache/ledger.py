@@ -10,6 +10,8 @@ Two predictions stand beside each other, each made without the other:
       keys and values    2 · L · B · S · K · H · b     L layers of one layout, its S slots a row, b bytes a number
       positions          4 · B · S                     an int32 a slot, once a layout
       length             4 · B                         an int32 a row
+      pages              4 · B · C                     where slots lie in pages: an int32 a column
+      shared             4 · B                         beside them: an int32 a row
 
 Bytes are those of the whole arrays. What one device of a mesh holds follows from the sharding of each leaf: rows are
 split along ``data`` and heads along ``model``, and what an axis does not divide stays whole on every device.
@@ -142,8 +144,12 @@ def number_bits(dtype: str) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def abstract_cache(plan: Plan) -> kv_cache.KVCache:
-    """Returns the cache with shapes, dtypes and, on a mesh of several devices, shardings instead of arrays."""
+def abstract_cache(plan: Plan, num_pages: int | None = None) -> kv_cache.KVCache:
+    """Returns the cache with shapes, dtypes and, on a mesh of several devices, shardings instead of arrays.
+
+    Args:
+      num_pages: see ``allocate.init_cache``.
+    """
     is_spread = plan.mesh.data * plan.mesh.model > 1
     # Only the shape of the mesh is read, so no device needs to be there.
     mesh = cast(jax.sharding.Mesh, mesh_lib.abstract_mesh(plan.mesh)) if is_spread else None
@@ -155,6 +161,7 @@ def abstract_cache(plan: Plan) -> kv_cache.KVCache:
         capacity=plan.capacity,
         compute_dtype=plan.compute_dtype,
         mesh=mesh,
+        num_pages=num_pages,
     )
     return jax.eval_shape(init)
 
@@ -299,7 +306,9 @@ def _line(plan: Plan, cache: kv_cache.KVCache, members: list[tuple[_Place, Any]]
         name = place.array
         if place.part == "positions":
             factors = (plan.batch_size, num_slots)
-        elif place.part == "length_B":
+        elif place.part == "pages_BC" and cache.paged_layout is not None:
+            factors = (plan.batch_size, cache.paged_layout.num_columns)
+        elif place.part in ("length_B", "shared_B"):
             factors = (plan.batch_size,)
     formula = None if factors is None else _formula(factors, bits)
     return Line(

@@ -55,7 +55,7 @@ class ModelDraft:
         cache = self.init_cache(len(prompts), max_len)
         cache, _ = prefill.prefill(self.model, params.draft, self._readable(prompts), cache)
         if num_samples > 1:
-            cache = kv_cache.take_rows(cache, jnp.repeat(jnp.arange(len(prompts)), num_samples))
+            cache = kv_cache.repeat_rows(cache, num_samples)
         return cache
 
     def _readable(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -21,7 +21,7 @@ B, CAPACITY = 5, 19
 
 def plan_of(model: config_lib.ModelConfig = MIXED, **changes: Any) -> ledger.Plan:
     """Returns a plan of five rows of 19 tokens in bfloat16."""
-    cache = {name: changes.pop(name) for name in ("layout", "dtype", "slack") if name in changes}
+    cache = {name: changes.pop(name) for name in ("layout", "dtype", "slack", "page_len") if name in changes}
     plan = ledger.Plan(
         model=model,
         cache=config_lib.CacheConfig(**cache),
@@ -85,13 +85,29 @@ def test_lines_by_hand(dtype):
     assert all(line.formula_bytes == line.num_bytes == line.device_bytes for line in own.lines)
 
 
-LAYOUTS = [("auto", 0), ("auto", 3), ("full", 0)]
+# Pages beside two rings, of the layer without a window: 19 slots are 7 pages of 3, or one of 64.
+def test_lines_of_pages_by_hand():
+    for page_len, columns, slots in ((3, 7, 21), (None, 1, 64)):
+        lines = {line.name: line for line in ledger.ledger(plan_of(layout="paged", page_len=page_len)).lines[-5:]}
+        assert (lines["pages"].formula, lines["pages"].num_bytes) == (f"5·{columns}·4", 4 * B * columns)
+        assert (lines["shared"].formula, lines["shared"].num_bytes) == ("5·4", 4 * B)
+        assert (lines["positions"].layout, lines["positions"].num_bytes) == (
+            f"paged(page_len={page_len or 64})",
+            4 * B * slots,
+        )
+        own = ledger.ledger(plan_of(layout="paged", page_len=page_len))
+        keys_and_values = own.lines[2]
+        assert keys_and_values.formula == f"2·1·5·{slots}·2·6·2"
+        assert keys_and_values.num_bytes == keys_and_values.formula_bytes == 2 * B * slots * 2 * 6 * 2
+
+
+LAYOUTS = [("auto", 0), ("auto", 3), ("full", 0), ("paged", 1)]
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in config_lib.CACHE_DTYPES if dtype != "auto"])
 @pytest.mark.parametrize(("layout", "slack"), LAYOUTS)
 def test_ledger_is_the_cache_and_the_compiler_s_argument(layout, slack, dtype):
-    plan = plan_of(layout=layout, slack=slack, dtype=dtype)
+    plan = plan_of(layout=layout, slack=slack, dtype=dtype, page_len=3 if layout == "paged" else None)
     own, cache = ledger.ledger(plan), allocated(plan)
     assert own.num_bytes == own.device_bytes == cache.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert own.num_bytes == argument_bytes(cache)
@@ -136,6 +152,21 @@ def test_bytes_a_device(data, model, rows, heads, layout):
     split = [axis for axis, of, size in (("data", rows, data), ("model", heads, model)) if of % size == 0 and size > 1]
     assert all(line.split == tuple(split) for line in own.lines if line.is_stored)
     assert all(line.split == tuple(split[:1] if "data" in split else []) for line in own.lines if not line.is_stored)
+
+
+# Heads of pools are split along `model`; a page may be any row's, so rows cannot be split along `data`.
+@pytest.mark.parametrize(("model", "heads"), [(8, 8), (4, 4), (8, 3)])
+def test_bytes_a_device_of_pages(model, heads):
+    config = dataclasses.replace(MIXED, num_heads=heads, num_kv_heads=heads)
+    plan = plan_of(config, layout="paged", page_len=3, mesh=config_lib.MeshConfig(model=model))
+    own, cache = ledger.ledger(plan), allocated(plan)
+    held = [sum(shard.data.nbytes for shard in leaf.addressable_shards[:1]) for leaf in jax.tree.leaves(cache)]
+    assert own.device_bytes == sum(held) == argument_bytes(cache)
+    own_heads = heads // model if heads % model == 0 else heads
+    slots = 4 + 6 + 21  # rings of 4 and of 2 + 4, and seven pages
+    assert own.device_bytes == B * (2 * slots * own_heads * 6 * 2 + 4 * (slots + 7 + 1 + 1))
+    with pytest.raises(ValueError, match=r"layout paged: expected a mesh with data=1 .* got data=2; use model"):
+        ledger.ledger(dataclasses.replace(plan, mesh=config_lib.MeshConfig(data=2)))
 
 
 def test_no_device_needs_to_be_there():
@@ -212,8 +243,8 @@ class StripedLayout:
 def foreign_cache(monkeypatch: pytest.MonkeyPatch):
     """Every cache is one of two layers, with a table beside its rows; plans of the real ones are forgotten."""
 
-    def init_cache(model, cache_config, *, batch_size, capacity, compute_dtype, mesh):
-        del cache_config, compute_dtype, mesh
+    def init_cache(model, cache_config, *, batch_size, capacity, compute_dtype, mesh, num_pages):
+        del cache_config, compute_dtype, mesh, num_pages
         own: Any = StripedLayout(capacity=capacity, stripe_len=4)
         K, H = model.num_kv_heads, model.head_dim
 

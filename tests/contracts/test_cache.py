@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jdecode import config as config_lib
 from jdecode.attention import segment, visibility
-from jdecode.cache import allocate, kv_cache
+from jdecode.cache import allocate, kv_cache, page_pool
 
 EMPTY = int(visibility.EMPTY)
 B, K, H = 2, 3, 4
@@ -140,10 +140,11 @@ class Session:
 
 
 def _session(window, num_sinks, slack, layout, dtype, *, capacity=256, seed=8) -> Session:
-    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype)
-    cache = allocate.init_cache(
-        _model(window, num_sinks), cache_config, batch_size=B, capacity=capacity, compute_dtype="float32"
-    )
+    is_paged = layout == "paged"
+    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype, page_len=3 if is_paged else None)
+    # A window in pages is a mask; the layout of a model with windows would be a ring.
+    model = _model(None, 0) if is_paged else _model(window, num_sinks)
+    cache = allocate.init_cache(model, cache_config, batch_size=B, capacity=capacity, compute_dtype="float32")
     return Session(cache=cache, window=window, num_sinks=num_sinks, rng=np.random.default_rng(seed))
 
 
@@ -155,7 +156,10 @@ def _session(window, num_sinks, slack, layout, dtype, *, capacity=256, seed=8) -
 @hypothesis.given(data=st.data())
 def test_reads_what_a_list_holds(window, data):
     num_sinks, slack = data.draw(st.integers(0, 3), "num_sinks"), data.draw(st.integers(0, 3), "slack")
-    layout, dtype = data.draw(st.sampled_from(["auto", "auto", "full"]), "layout"), data.draw(st.sampled_from(DTYPES))
+    layout, dtype = (
+        data.draw(st.sampled_from(["auto", "auto", "full", "paged"]), "layout"),
+        data.draw(st.sampled_from(DTYPES)),
+    )
     session = _session(window, num_sinks, slack, layout, dtype)
     # One token, the longest block that a ring takes before it attends, one more, and far more.
     block_lens = sorted({1, slack + 1, slack + 2, 2 * window + 2})
@@ -169,7 +173,7 @@ def test_reads_what_a_list_holds(window, data):
 # The same without chance: every count of tokens to take back, before and after the ring is full, then every block.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("layout", "num_sinks", "slack"), [("full", 0, 2), ("auto", 0, 2), ("auto", 2, 0), ("auto", 2, 3)]
+    ("layout", "num_sinks", "slack"), [("full", 0, 2), ("paged", 0, 2), ("auto", 0, 2), ("auto", 2, 0), ("auto", 2, 3)]
 )
 def test_every_rollback(layout, num_sinks, slack, dtype):
     window = 4
@@ -198,6 +202,9 @@ def test_window_of_eight_by_hand():
 def _contents(cache: kv_cache.KVCache) -> list[np.ndarray]:
     """All that a layer stores, with the slots on the second axis."""
     store, num_slots = cache.stores[0], cache.layouts[0].capacity
+    if cache.pages_BC is not None:
+        keys, values = (page_pool.gather(pool, cache.pages_BC) for pool in (store.keys, store.values))
+        store = kv_cache.LayerStore(keys=keys, values=values)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(store)]
     leaves = [leaf if leaf.shape[1] == num_slots else np.swapaxes(leaf, 1, 2) for leaf in leaves]
     return [*leaves, np.asarray(cache.positions[0])]
@@ -206,9 +213,10 @@ def _contents(cache: kv_cache.KVCache) -> list[np.ndarray]:
 # Past the last slot dynamic_update_slice overwrites it, and differently under vmap (jax-ml/jax#9083, #34257).
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batched", ["solo", "vmap"])
-def test_past_capacity_nothing_is_overwritten(batched, dtype):
+@pytest.mark.parametrize("layout", ["full", "paged"])
+def test_past_capacity_nothing_is_overwritten(layout, batched, dtype):
     capacity = 9
-    session = _session(None, 0, 0, "full", dtype, capacity=capacity)
+    session = _session(None, 0, 0, layout, dtype, capacity=capacity)
     session.append([capacity - 1, capacity], capacity)
     run = functools.partial(_append, window=None, num_sinks=0)
     block = jnp.full((B, 4, K, H), 99.0)
@@ -266,7 +274,7 @@ def test_what_is_not_finite_is_written_into_keys_alone(slack):
 # Both K and V are donated, and a donated buffer that cannot be used, or is used twice, is a warning or an error here
 # (liesel-devs/liesel#272, jax-ml/jax#9675, #12514).
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["auto", "full"])
+@pytest.mark.parametrize("layout", ["auto", "full", "paged"])
 def test_donated_step_writes_in_place_and_compiles_once(layout, dtype):
     session, traces = _session(4, 2, 1, layout, dtype, capacity=16), []
 
@@ -291,7 +299,7 @@ def test_donated_step_writes_in_place_and_compiles_once(layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["auto", "full"])
+@pytest.mark.parametrize("layout", ["auto", "full", "paged"])
 def test_take_rows_keeps_rows_whole(layout, dtype):
     session = _session(4, 2, 1, layout, dtype, capacity=16)
     session.append([9, 3], 10)

@@ -1,0 +1,229 @@
+"""Pages through whole models, with a table of the host's and poison wherever no token lies: the same as full rows."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdecode import config
+from jdecode.attention import blockwise, select
+from jdecode.cache import allocate, kv_cache
+from jdecode.models import transformer
+from jdecode.serving import page_table, pages
+from tests import tiny_model, tiny_models
+from tests.speculative import drafts_under_test
+
+Z, NUM_PAGES = 2, 23
+# Pages of one layer; and of two beside rings, one of them with a window that is only a mask.
+FULL = dataclasses.replace(tiny_models.MIXED, layers=tiny_models.MIXED.layers[2:])
+WIDE = dataclasses.replace(tiny_models.MIXED.layers[0], window=99)
+MIXED = dataclasses.replace(tiny_models.MIXED, layers=(*tiny_models.MIXED.layers, WIDE))
+DTYPES = [dtype for dtype in config.CACHE_DTYPES if dtype != "auto"]
+CAPACITY = 16
+
+
+def make_cache(model_config, batch_size: int, dtype="float32", **options: Any) -> kv_cache.KVCache:
+    options = {"layout": "paged", "page_len": Z, **options}
+    num_pages = options.pop("num_pages", None)
+    own = config.CacheConfig(dtype=dtype, **options)
+    sizes: dict[str, Any] = {"batch_size": batch_size, "capacity": CAPACITY, "compute_dtype": "float32"}
+    return allocate.init_cache(model_config, own, **sizes, num_pages=num_pages)
+
+
+@jax.jit
+def prepare(cache: kv_cache.KVCache, is_poisoned_P: jax.Array, value: jax.Array, table_BC: jax.Array):
+    """Overwrites pages in every layer, and gives the cache a table."""
+
+    def fill(leaf):
+        filler = value.astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.asarray(99, leaf.dtype)
+        return jnp.where(is_poisoned_P[:, None, None], filler, leaf)
+
+    stores = [jax.tree.map(fill, own) if cache.has_pages(idx) else own for idx, own in enumerate(cache.stores)]
+    cache = dataclasses.replace(cache, stores=tuple(stores))
+    return kv_cache.with_pages(cache, table_BC, jnp.zeros_like(cache.length_B), cache.length_B)
+
+
+@dataclasses.dataclass
+class Hosted:
+    """A model's rows in pages that are taken when a token needs them, never ahead."""
+
+    model: transformer.Transformer
+    params: Any
+    cache: kv_cache.KVCache
+    tables: list[page_table.PageTable]
+    poison: float
+
+    @classmethod
+    def of(cls, model, params, batch_size: int, dtype="float32", poison=np.nan) -> "Hosted":
+        pool = pages.PagePool(num_pages=NUM_PAGES, page_len=Z)
+        pool.allocate(3)  # so that pages lie elsewhere than columns
+        cache = make_cache(model.config, batch_size, dtype, num_pages=NUM_PAGES)
+        tables = [page_table.PageTable(pool, max_pages=CAPACITY // Z) for _ in range(batch_size)]
+        return cls(model, params, cache, tables, poison)
+
+    def feed(self, parts: list[list[int]], width: int) -> list[np.ndarray]:
+        """Feeds a block of ragged rows; returns the logits of each row."""
+        is_unmapped_P = np.ones(NUM_PAGES, bool)
+        is_unmapped_P[[page for table in self.tables for page in table.pages]] = False
+        for table, part in zip(self.tables, parts, strict=True):
+            if part:
+                assert not table.append(len(part)).copies
+        table_BC = jnp.asarray(np.stack([table.padded_ids() for table in self.tables]))
+        self.cache = prepare(self.cache, jnp.asarray(is_unmapped_P), jnp.float32(self.poison), table_BC)
+        tokens_BT, num_tokens_B = tiny_models.padded(parts, width, padding=7)
+        logits_BTV, self.cache = tiny_models.apply(self.model, self.params, tokens_BT, self.cache, num_tokens_B)
+        return tiny_models.unpadded(logits_BTV, parts)
+
+    def truncate(self, lengths: list[int]) -> None:
+        for table, length in zip(self.tables, lengths, strict=True):
+            table.truncate(length)
+        self.cache = kv_cache.truncate(self.cache, jnp.asarray(lengths, jnp.int32))
+
+
+def small_blocks(monkeypatch, size: int) -> str:
+    monkeypatch.setitem(select.BACKENDS, "small blocks", functools.partial(blockwise.attend, block_size=size))
+    return "small blocks"
+
+
+LENGTHS = [3 * Z + 1, 2 * Z, Z + 1]
+
+
+# One page too many was attended whenever the length was a multiple of the page; fresh memory near zero hid it
+# (pegainfer-project/pegainfer#291). Rows of 1 .. 3 Z + 1 tokens, step by step and in chunks that cross pages.
+@pytest.mark.parametrize(
+    ("backend", "chunk_len", "poison"),
+    [
+        ("small blocks", 1, np.nan),
+        ("small blocks", 3 * Z + 1, 1e4),
+        ("reference", 3, np.nan),
+        pytest.param("blockwise", 2 * Z, np.nan, marks=pytest.mark.exhaustive),
+        pytest.param("reference", 1, 1e4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_paged_is_full_whatever_unmapped_pages_hold(backend, chunk_len, poison, monkeypatch):
+    small_blocks(monkeypatch, Z)
+    model = transformer.Transformer(MIXED, backend=backend)
+    params, rows = tiny_models.random_params(MIXED), tiny_models.random_rows(LENGTHS)
+    full = make_cache(MIXED, 3, layout="auto", page_len=None)
+    expected, _ = tiny_models.feed(model, params, rows, full, chunk_len)
+    hosted = Hosted.of(model, params, 3, poison=poison)
+    for start in range(0, max(LENGTHS), chunk_len):
+        got = hosted.feed([row[start : start + chunk_len] for row in rows], chunk_len)
+        for row, own in zip(expected, got, strict=True):
+            np.testing.assert_array_equal(own, row[start : start + chunk_len])
+    np.testing.assert_array_equal(hosted.cache.length_B, LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "dtype", [dtype if dtype == "int8" else pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES]
+)
+def test_every_codec(dtype):
+    model, params = transformer.Transformer(FULL), tiny_models.random_params(FULL)
+    rows = tiny_models.random_rows(LENGTHS)
+    expected, _ = tiny_models.feed(model, params, rows, make_cache(FULL, 3, dtype, layout="full", page_len=None), 3)
+    hosted = Hosted.of(model, params, 3, dtype)
+    for start in range(0, max(LENGTHS), 3):
+        got = hosted.feed([row[start : start + 3] for row in rows], 3)
+        for row, own in zip(expected, got, strict=True):
+            np.testing.assert_array_equal(own, row[start : start + 3])
+
+
+# Pages that attention's blocks do not fit: three tokens each, in blocks of two, of four, and of all.
+@pytest.mark.parametrize("size", [2, 99])
+def test_pages_and_blocks_of_other_lengths(size, monkeypatch):
+    model = transformer.Transformer(FULL, backend=small_blocks(monkeypatch, size))
+    params, rows = tiny_models.random_params(FULL), tiny_models.random_rows([11, 7])
+    cache = make_cache(FULL, 2, page_len=3)
+    assert cache.max_len == 18  # whole pages
+    got, _ = tiny_models.feed(model, params, rows, cache, 4)
+    whole = tiny_models.whole(dataclasses.replace(model, backend="reference"), params, rows, 12)
+    tiny_models.assert_rows_close(got, whole)
+
+
+# A page that comes back for another column, or row, holds old numbers or poison, which no position may vouch for.
+@pytest.mark.parametrize("held", [Z - 1, 2 * Z, 2 * Z + 1])
+@pytest.mark.parametrize("back", [1, Z, 2 * Z - 1])
+def test_rollback_across_pages(held, back):
+    model, params = transformer.Transformer(FULL), tiny_models.random_params(FULL)
+    rows = tiny_models.random_rows([11, 11])
+    hosted = Hosted.of(model, params, 2)
+    hosted.feed([row[:held] for row in rows], 2 * Z + 1)
+    hosted.feed([[9] * back, [5] * back], 2 * Z + 1)
+    hosted.truncate([held, held])
+    tails = [rows[0][held : held + 1], rows[1][held : held + 3]]
+    got = hosted.feed(tails, 2 * Z + 1)
+    expected = tiny_models.whole(model, params, rows, 11)
+    tiny_models.assert_rows_close(got, [expected[0][held : held + 1], expected[1][held : held + 3]])
+
+
+def test_slots_of_no_page_and_shared_slots_are_never_written():
+    model, params = transformer.Transformer(FULL), tiny_models.random_params(FULL)
+    cache = make_cache(FULL, 2, num_pages=4)
+    table_BC = np.full((2, CAPACITY // Z), 4, np.int32)
+    table_BC[0, :2], table_BC[1, :1] = (2, 0), 2
+    cache = kv_cache.with_pages(cache, jnp.asarray(table_BC), jnp.asarray([0, Z]), jnp.asarray([0, 0]))
+    before = jax.tree.leaves(cache.stores)
+    tokens_BT = jnp.asarray([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
+    _, after = tiny_models.apply(model, params, tokens_BT, cache)
+    for old, new in zip(before, jax.tree.leaves(after.stores), strict=True):
+        changed = np.argwhere((np.asarray(old) != np.asarray(new)).any(axis=-1))
+        # Row 0 in pages 2 and 0; nothing for its fifth token, nor for row 1, whose only page is another's to write.
+        np.testing.assert_array_equal(changed, [[0, 0], [0, 1], [2, 0], [2, 1]])
+
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 21, "ignore_eos": True, "logprobs": 0}
+PAGED = config.CacheConfig(layout="paged", page_len=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mistral_w16", "ngram"),
+        pytest.param("llama_gqa", "model", marks=pytest.mark.slow),
+        pytest.param("llama_gqa", "layer_skip", marks=pytest.mark.slow),
+    ],
+)
+def test_generate_with_a_draft(name, kind):
+    lm = tiny_model.load(name)
+    rows = [[5, 6, 7] * 6, [9, 8], [3] * 11]
+    options = {**OPTIONS, "draft": drafts_under_test.make(kind, lm), "num_draft_tokens": 3}
+    full, paged = (lm.generate(rows, cache=own, **options) for own in (config.CacheConfig(), PAGED))
+    assert paged.stats["drafted"] > paged.stats["accepted"]  # something was taken back
+    assert tiny_model.rows(paged) == tiny_model.rows(full)
+    np.testing.assert_allclose(np.asarray(paged.logprobs), np.asarray(full.logprobs), atol=1e-5)
+
+
+# Forks of a text in mid-page, at a page's end, and of less than a page; with a draft whose cache is forked too.
+@pytest.mark.parametrize("draft", [None, pytest.param("model", marks=pytest.mark.slow)])
+def test_samples_share_pages(draft):
+    lm = tiny_model.load("llama_gqa")
+    rows = [list(range(3, 3 + length)) for length in (18, 16, 3)]
+    options = {**OPTIONS, "num_samples": 5, "capacity": 40, "sampling": config.SamplingConfig(temperature=1.0, seed=4)}
+    if draft:
+        options |= {"draft": drafts_under_test.make(draft, lm), "num_draft_tokens": 3, "verify": "coupled"}
+    full, paged = (lm.generate(rows, cache=own, **options) for own in (config.CacheConfig(), PAGED))
+    assert tiny_model.rows(paged) == tiny_model.rows(full)
+    assert len({tuple(row) for row in tiny_model.rows(full)}) == 15
+    # Of 15 rows of ten pages, four rows of each prompt do without their four, four and no full pages; 118 pages are
+    # rounded up to 120. Beside them 10 columns and a shared length, int32, a row.
+    page_bytes = (full.stats["kv_cache_bytes"] - 15 * 4 * 41) // 150
+    assert paged.stats["kv_cache_bytes"] == 120 * page_bytes + 15 * 4 * (41 + 11)
+
+
+def test_text_is_taken_back_but_not_what_is_shared():
+    model, params, rows = transformer.Transformer(FULL), tiny_models.random_params(FULL), [[3, 4, 5, 6, 7, 8, 9]] * 2
+    expected = tiny_models.whole(model, params, rows, 7)
+    _, cache = tiny_models.feed(model, params, rows, make_cache(FULL, 2), 7)
+    cut = kv_cache.truncate(cache, jnp.asarray([5, 1]))
+    again, _ = tiny_models.feed(model, params, [rows[0][5:], rows[0][1:4]], cut, 7)
+    tiny_models.assert_rows_close(again, [expected[0][5:], expected[0][1:4]])
+    forked = kv_cache.take_rows(cache, jnp.asarray([1, 1, 0]))
+    np.testing.assert_array_equal(forked.shared_B, [6, 6, 0])  # three pages of two tokens; row 2 is alone
+    with pytest.raises(ValueError, match=r"row 1: expected a length of at least the 6 tokens .* got 5; take the row"):
+        kv_cache.truncate(forked, jnp.asarray([6, 5, 0]))
+    kv_cache.truncate(forked, jnp.asarray([6, 9, 0]))
+    kv_cache.truncate(kv_cache.take_rows(forked, jnp.asarray([1])), jnp.asarray([0]))
