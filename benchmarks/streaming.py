@@ -7,9 +7,9 @@ Usage::
 
 Without ``--text-file`` it writes ``--new-tokens`` tokens (temperature 0.8, seed 1, end tokens ignored) and prints, for
 each thousand, the tokens a second, the processor's milliseconds a token (all threads; other load on the machine moves
-them less than the clock's) and the resident memory of the process; at the end the bytes of the cache. With it, it prints
-the perplexity of a text's tokens by where they stand: with every key, with a window alone, with sinks at the distances
-that they have in the text, and with sinks at distances inside the cache.
+them less than the clock's) and the resident memory of the process; at the end the bytes of the cache. With it, it
+prints the perplexity of a text's tokens by where they stand: with every key, with a window alone, with sinks at the
+distances that they have in the text, and with sinks at distances inside the cache.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Text of any length: which layers get a window, memory that does not grow, and drafts and chats on top of it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,19 +46,23 @@ def test_what_would_be_no_use_is_refused(lm):
     base = tiny_model.load("llama_gqa")
     most = base.config.max_positions
     base.with_window(most - N, N)
+    not_whole: Any = 3.0
     for act, message in [
         (lambda: base.with_window(most - N + 1, N), f"window: expected window and sinks of at most {most:,} positions"),
         (lambda: base.with_window(0), "window: expected a count of at least 1, got 0"),
-        (lambda: base.with_window(3.0), "window: expected a count of at least 1, got 3.0"),
+        (lambda: base.with_window(not_whole), "window: expected a count of at least 1, got 3.0"),
         (lambda: base.with_window(3, -1), "num_sinks: expected a count of at least 0, got -1"),
         (lambda: lm.with_window(W), "window: expected a model with layers that have no window, got one whose every"),
     ]:
         with pytest.raises(ValueError) as refused:
             act()
         assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
-    for options in ({"sink_positions": "ring"}, {"sink_positions": "text"}, {"sink_positions": "text", "num_sinks": 1}):
-        with pytest.raises(ValueError, match=r"^sink_positions: expected "):
-            config.LayerConfig(**options)
+    layers: list[dict[str, Any]] = [{}, {"num_sinks": 1}, {"window": 3}]
+    for own in layers:
+        with pytest.raises(ValueError, match=r"^sink_positions: expected a window with sinks beside text, got none"):
+            config.LayerConfig(**own, sink_positions="text")
+    with pytest.raises(ValueError, match=r"^sink_positions: expected cache or text, got 'ring'"):
+        config.LayerConfig(window=3, num_sinks=1, sink_positions="ring")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -137,6 +142,6 @@ def test_a_conversation_past_the_trained_length():
     again, _ = say(alone, "in it", num_new=100)
     assert tiny_model.rows(again) == tiny_model.rows(result)
     # A draft that sees everything, or a layout with every slot, keeps the trained length.
-    for options in ({"draft": base}, {"cache": config.CacheConfig(layout="full")}):
-        assert lm.chat_session(**options)._capacity == 256
+    assert lm.chat_session(draft=base)._capacity == 256
+    assert lm.chat_session(cache=config.CacheConfig(layout="full"))._capacity == 256
     assert lm.chat_session(draft=lm)._capacity == chat_session.ENDLESS_CAPACITY

@@ -63,6 +63,17 @@ def test_every_step_is_that_of_a_plain_model(options, chunk_len, expected):
     np.testing.assert_array_equal(cache.length_B, LENGTHS)
 
 
+# One shared position vector garbled every shorter row of a batch (unslothai/unsloth#3699).
+@pytest.mark.parametrize(("slack", "chunk_len"), [(3, 3), (0, 2 * W + 1)])
+def test_rows_are_turned_by_their_own_positions(slack, chunk_len, expected):
+    held, rows = [17, 2, N + W - 1], [ROWS[0], ROWS[1], ROWS[0]]
+    heads = [row[:num] for row, num in zip(rows, held, strict=True)]
+    tails = [row[num:] for row, num in zip(rows, held, strict=True)]
+    _, cache = tiny_models.feed(MODEL, PARAMS, heads, _cache(3, slack=slack), 3)
+    got, _ = tiny_models.feed(MODEL, PARAMS, tails, cache, chunk_len)
+    tiny_models.assert_rows_close(got, [expected[idx][num:] for idx, num in zip((0, 1, 0), held, strict=True)])
+
+
 def test_without_a_cache(expected):
     tiny_models.assert_rows_close(tiny_models.whole(MODEL, PARAMS, ROWS, max(LENGTHS)), expected)
 
