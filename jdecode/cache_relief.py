@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
+from jdecode import streaming
 from jdecode.attention import blockwise, segment, select
 from jdecode.cache import kv_cache
 from jdecode.cache import ledger as ledger_lib
@@ -80,15 +81,6 @@ class Way:
     variants: Callable[[Question], list[Variant]]
 
 
-def what_if_window(model: config_lib.ModelConfig, window: int, num_sinks: int) -> config_lib.ModelConfig:
-    """Returns the model with a window, and sinks, on every layer that has none."""
-    layers = tuple(
-        dataclasses.replace(layer, window=window, num_sinks=num_sinks) if layer.window is None else layer
-        for layer in model.layers
-    )
-    return dataclasses.replace(model, layers=layers)
-
-
 def _cache_variant(question: Question, name: str, plan: ledger_lib.Plan) -> Variant:
     own = ledger_lib.ledger(plan)
     return Variant(
@@ -144,7 +136,8 @@ def _windows(question: Question) -> list[Variant]:
         ]
     if with_window < plan.model.num_layers:
         sinks = f" and {question.num_sinks} sinks" if question.num_sinks else ""
-        model = what_if_window(plan.model, question.window, question.num_sinks)
+        asked = config_lib.StreamingConfig(window=question.window, num_sinks=question.num_sinks)
+        model = streaming.with_window(plan.model, asked)
         which = "the others" if with_window else "every layer"
         name = f"what if {which} had a window of {question.window:,}{sinks}"
         variants.append(_cache_variant(question, name, dataclasses.replace(ring, model=model)))

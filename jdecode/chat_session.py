@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jdecode import config as config_lib
 from jdecode import drafts, generation
 from jdecode import request as request_lib
+from jdecode import streaming as streaming_lib
 from jdecode.cache import kv_cache
+from jdecode.speculative import draft_model
 from jdecode.speculative import speculation as speculation_lib
 
 if TYPE_CHECKING:
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 DEFAULT_CAPACITY = 4096
 """Tokens that a conversation may hold unless said otherwise, or the model's trained length if that is less."""
+
+ENDLESS_CAPACITY = 2**20
+"""The same where no cache grows with the conversation, see ``streaming.is_endless``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +61,10 @@ class ChatSession:
         **drafting: Unpack[request_lib.DraftOptions],
     ) -> None:
         self._lm, self._system, self._sampling, self._cache_config = lm, system, sampling, cache
-        self._capacity = min(lm.config.max_positions, DEFAULT_CAPACITY)
         if capacity is not None:
-            self._capacity = request_lib.count("capacity", capacity, least=1)
+            capacity = request_lib.count("capacity", capacity, least=1)
         self._speculation = drafts.make_speculation(lm, cache=cache, **drafting)
+        self._capacity = self._default_capacity() if capacity is None else capacity
         self._most_drafted = 0
         if self._speculation is not None:
             self._most_drafted = self._speculation.num_draft_tokens
@@ -76,6 +81,14 @@ class ChatSession:
         self._turn = 0  # goes up with every send and reset: a reply of an earlier turn counts no more
         self._kept: _Kept | None = None
         self.reset()
+
+    def _default_capacity(self) -> int:
+        configs = [self._lm.config]
+        if self._speculation is not None and isinstance(self._speculation.draft, draft_model.ModelDraft):
+            configs.append(self._speculation.draft.model.config)
+        if self._cache_config.layout == "auto" and all(map(streaming_lib.is_endless, configs)):
+            return ENDLESS_CAPACITY
+        return min(self._lm.config.max_positions, DEFAULT_CAPACITY)
 
     def reset(self) -> None:
         """Forgets every turn."""

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jdecode import compilation_cache, config, config_file
+from jdecode import compilation_cache, config, config_file, streaming
 
 if TYPE_CHECKING:
     from jdecode import language_model
@@ -62,7 +62,7 @@ class Settings:
     """Holds the config with the flags laid over it.
 
     Attributes:
-      run: the config; its sampling, cache, mesh and ``max_new_tokens`` are those that count.
+      run: the config; its sampling, cache, streaming, mesh and ``max_new_tokens`` are those that count.
       source: where the weights come from.
       weight_dtype: of the weights in memory.
       capacity: cache slots a row; ``None`` for what the request needs.
@@ -175,6 +175,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weight-dtype", metavar="DTYPE", type=dtype, default="auto", help="of weights in memory")
     group.add_argument("--kv-dtype", metavar="DTYPE", type=cache_dtype, help="of cached keys and values")
     group.add_argument("--capacity", metavar="S", type=whole_number(1), help="cache slots, for prompt and output")
+    group.add_argument(
+        "--window", metavar="W", type=whole_number(1), help="layers without a window see the latest W tokens alone"
+    )
+    group.add_argument("--sinks", metavar="N", type=whole_number(), help="and the first N (default 4), beside --window")
     group.add_argument("--mesh", metavar="AXES", type=mesh, help="devices along each axis, such as data=1,model=8")
 
 
@@ -213,10 +217,28 @@ def settings(arguments: argparse.Namespace) -> Settings:
         run,
         sampling=_sampling(arguments, run.sampling),
         cache=dataclasses.replace(run.cache, dtype=arguments.kv_dtype or run.cache.dtype),
+        streaming=streaming_settings(arguments, run.streaming),
         mesh=arguments.mesh or run.mesh,
         max_new_tokens=arguments.max_new_tokens or run.max_new_tokens,
     )
     return Settings(run=run, source=source, weight_dtype=arguments.weight_dtype, capacity=arguments.capacity)
+
+
+def streaming_settings(
+    arguments: argparse.Namespace, base: config.StreamingConfig | None
+) -> config.StreamingConfig | None:
+    """Lays ``--window`` and ``--sinks`` over a config.
+
+    Raises:
+      ValueError: there are sinks and no window.
+    """
+    flags = {"window": arguments.window, "num_sinks": arguments.sinks}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if base is not None:
+        return dataclasses.replace(base, **given)
+    if given and arguments.window is None:
+        raise ValueError("--sinks: expected --window beside it, got none; add one, or leave it out")
+    return config.StreamingConfig(**given) if given else None
 
 
 def _sampling(arguments: argparse.Namespace, base: config.SamplingConfig) -> config.SamplingConfig:
@@ -249,8 +271,15 @@ def load_model(chosen: Settings, opened: "checkpoint.Checkpoint | None" = None) 
       opened: the same, where it is open already.
 
     Raises:
-      ValueError, FileNotFoundError: if the weights cannot be read, or are not of the config's architecture.
+      ValueError, FileNotFoundError: if the weights cannot be read, are not of the config's architecture, or cannot
+        have the window that is asked for.
     """
+    own = chosen.run.streaming
+    if own is not None:  # what it refuses is refused before gigabytes are read
+        from jdecode.weights import checkpoint  # late: it imports jax
+
+        opened = checkpoint.open_checkpoint(chosen.source) if opened is None else opened
+        streaming.check(opened.config, own)
     lm = load_weights(chosen, chosen.source if opened is None else opened)
     difference = chosen.run.architecture and architecture_difference(chosen.run.architecture, lm.config)
     if difference:
@@ -258,7 +287,7 @@ def load_model(chosen: Settings, opened: "checkpoint.Checkpoint | None" = None) 
             f"--weights {chosen.source}: config {chosen.run.name} expected {difference}; "
             "leave out --config, or give the config of these weights"
         )
-    return lm
+    return lm if own is None else lm.with_window(own.window, own.num_sinks)
 
 
 def architecture_difference(expected: config.ModelConfig, got: config.ModelConfig) -> str | None:

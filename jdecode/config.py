@@ -9,6 +9,7 @@ VERIFY_RULES = ("rejection", "coupled")  # of speculative decoding
 MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling state and a row of logits
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")  # of stored keys and values
 CACHE_LAYOUTS = ("auto", "full", "paged")
+SINK_POSITIONS = ("cache", "text")
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -71,11 +72,15 @@ class LayerConfig:
     Attributes:
       window: a query at position q sees keys at positions over ``q - window``; ``None`` for no window.
       num_sinks: the first positions of a text, which stay visible whatever the window (Xiao et al. 2024).
+      sink_positions: what a query's distance to the sinks is counted in: ``"cache"`` (the sinks, and the window behind
+        them, numbered as they are held, so that no distance reaches the sum of both) or ``"text"`` (it grows with the
+        text, past what any model was trained for).
       rope: rotary embedding of this layer; ``None`` for a layer without one.
     """
 
     window: int | None = MASK_FREE
     num_sinks: int = 0
+    sink_positions: str = SINK_POSITIONS[0]
     rope: RopeConfig | None = RopeConfig()
 
     def __post_init__(self) -> None:
@@ -84,6 +89,18 @@ class LayerConfig:
             f"window: expected a count of at least 1 or none, got {self.window}",
         )
         check(self.num_sinks >= 0, f"num_sinks: expected a count of at least 0, got {self.num_sinks}")
+        known = " or ".join(SINK_POSITIONS)
+        check(self.sink_positions in SINK_POSITIONS, f"sink_positions: expected {known}, got {self.sink_positions!r}")
+        check(
+            self.sink_positions == SINK_POSITIONS[0] or (self.num_sinks > 0 and self.window is not None),
+            f"sink_positions: expected a window with sinks beside {self.sink_positions}, got none; leave it out",
+        )
+
+    @property
+    def turns_sinks(self) -> bool:
+        """Whether queries meet the sinks from another position than their own; see ``models.sinks``."""
+        is_counted_anew = self.num_sinks > 0 and self.window is not None and self.sink_positions == SINK_POSITIONS[0]
+        return is_counted_anew and self.rope is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,6 +208,23 @@ class CacheConfig:
                 self.layout == "paged",
                 f"cache page_len: expected none beside layout {self.layout}, got {self.page_len}; use layout paged",
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamingConfig:
+    """Gives every layer without a window one, and sinks (StreamingLLM; Xiao et al. 2024). See ``jdecode.streaming``.
+
+    Attributes:
+      window: W, in tokens.
+      num_sinks: N, the first tokens of a text, which stay visible; the paper's 4 are enough for most models.
+    """
+
+    window: int
+    num_sinks: int = 4
+
+    def __post_init__(self) -> None:
+        check_count("window", self.window, 1)
+        check_count("num_sinks", self.num_sinks, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,6 +343,7 @@ class RunConfig:
       no_weights: why there are none, in half a sentence; only beside ``weights: null``.
       architecture: shapes for planning. Beside weights it is a promise: weights of another shape are refused.
       sampling, speculative, cache, mesh: see their classes.
+      streaming: a window for layers that have none; ``None`` leaves the model as it is.
       max_new_tokens: the most tokens that a run writes.
       prompt: used when the caller gives none.
     """
@@ -321,6 +356,7 @@ class RunConfig:
     sampling: SamplingConfig = SamplingConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     cache: CacheConfig = CacheConfig()
+    streaming: StreamingConfig | None = None
     mesh: MeshConfig = MeshConfig()
     max_new_tokens: int = 64
     prompt: str | None = None

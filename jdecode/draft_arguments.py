@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jdecode import command_line, config
+from jdecode import command_line, config, streaming
 
 if TYPE_CHECKING:
     from jdecode import language_model, request
@@ -85,7 +85,7 @@ def load_models(
         checked, opened = _checked(chosen, draft)
         if draft != LAYER_SKIP:
             with _as_draft():  # the smaller one first: its faults show sooner
-                draft = command_line.load_weights(chosen, checked)
+                draft = _windowed(command_line.load_weights(chosen, checked), chosen.run.streaming)
     lm = command_line.load_model(chosen, opened)
     return lm, {
         "draft": draft,
@@ -103,11 +103,26 @@ def _checked(chosen: command_line.Settings, draft: str) -> "tuple[str | checkpoi
     with _as_draft():
         opened = draft if draft in DRAFTS_WITHOUT_WEIGHTS else checkpoint.open_checkpoint(draft)
     target = checkpoint.open_checkpoint(chosen.source)
+    own = chosen.run.streaming
+    if own is not None:
+        streaming.check(target.config, own)
+        if isinstance(opened, checkpoint.Checkpoint) and streaming.is_wanting(opened.config):
+            with _as_draft():
+                streaming.check(opened.config, own)
     try:
         drafts.check_opened(target, opened)
     except ValueError as error:
         raise ValueError(f"--{error}") from None  # it begins with the word draft
     return opened, target
+
+
+def _windowed(
+    draft: "language_model.LanguageModel", own: config.StreamingConfig | None
+) -> "language_model.LanguageModel":
+    """Returns the draft with the target's window: its cache should not grow where the target's does not."""
+    if own is None or not streaming.is_wanting(draft.config):
+        return draft
+    return draft.with_window(own.window, own.num_sinks)
 
 
 @contextlib.contextmanager

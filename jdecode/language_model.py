@@ -16,16 +16,17 @@ from jdecode import chat_session, drafts, generation
 from jdecode import config as config_lib
 from jdecode import request as request_lib
 from jdecode import sampling as sampling_lib
+from jdecode import streaming as streaming_lib
 from jdecode.attention import select
 from jdecode.cache import allocate, kv_cache
 from jdecode.decode import loop, prefill
-from jdecode.models import panels, parameter_axes, transformer
-from jdecode.parallel import device_memory, rules
+from jdecode.models import transformer
+from jdecode.parallel import device_memory
 from jdecode.parallel import mesh as mesh_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
-from jdecode.weights import checkpoint
+from jdecode.weights import checkpoint, placement
 from jdecode.weights import load as load_lib
 
 LEAST_CAPACITY = 256
@@ -60,6 +61,21 @@ class LanguageModel:
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+
+    def with_window(self, window: int, num_sinks: int = config_lib.StreamingConfig.num_sinks) -> "LanguageModel":
+        """Returns the same model, with the same parameters, for text of any length in constant memory.
+
+        Every layer without a window sees the latest ``window`` positions and the first ``num_sinks`` from here on, the
+        latter at distances inside the cache (Xiao et al. 2024; ``models.sinks``); layers with a window keep theirs.
+        What leaves the window is forgotten.
+
+        Raises:
+          ValueError: every layer has a window, or window and sinks exceed the positions that the model was trained for.
+        """
+        streaming = config_lib.StreamingConfig(window=window, num_sinks=num_sinks)
+        streaming_lib.check(self.config, streaming)
+        config = streaming_lib.with_window(self.config, streaming)
+        return dataclasses.replace(self, config=config, model=dataclasses.replace(self.model, config=config))
 
     def init_cache(
         self, *, batch_size: int, capacity: int, cache: config_lib.CacheConfig = config_lib.CacheConfig()
@@ -363,11 +379,11 @@ def load(
     if not isinstance(source, str | pathlib.Path | checkpoint.Checkpoint) or not str(source) or "\0" in str(source):
         raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
-    placement = None if device_mesh is None else functools.partial(_mesh_placement, device_mesh)
+    put = None if device_mesh is None else functools.partial(placement.over_mesh, device_mesh)
     if device_mesh is None and weight_layout == "auto" and dtype == "float32" and jax.default_backend() == "cpu":
-        placement = _panel_placement
+        put = placement.in_panels
     opened = source if isinstance(source, checkpoint.Checkpoint) else checkpoint.open_checkpoint(source)
-    loaded = load_lib.load_opened(opened, dtype=dtype, placement=placement)
+    loaded = load_lib.load_opened(opened, dtype=dtype, placement=put)
     return LanguageModel(
         config=loaded.config,
         model=transformer.Transformer(loaded.config, backend=backend, dtype=dtype),
@@ -376,22 +392,3 @@ def load(
         end_token_ids=loaded.eos_token_ids,
         mesh=device_mesh,
     )
-
-
-def _mesh_placement(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load_lib.Put:
-    axes = parameter_axes.parameter_axes(config)
-
-    def put(path: str, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, rules.sharding(mesh, axes[path], array.shape))
-
-    return put
-
-
-def _panel_placement(config: config_lib.ModelConfig) -> load_lib.Put:
-    del config
-
-    def put(path: str, array: np.ndarray) -> jax.Array | panels.Panels:
-        packed = panels.pack(path, array)
-        return jax.device_put(array) if packed is None else packed
-
-    return put

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jdecode import command_line, config, config_file, ledger_report, plot_file
+from jdecode import command_line, config, config_file, ledger_report, plot_file, streaming
 from jdecode.parallel import known_devices
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def build_parser() -> command_line.ArgumentParser:
     group.add_argument("--page-len", metavar="Z", type=count(1), help="tokens a page, beside the layout paged")
     group.add_argument("--slack", metavar="N", type=count(), help="slots of a ring beyond its window")
     group.add_argument("--window", metavar="W", type=count(1), help="what if every full layer had this window")
-    group.add_argument("--sinks", metavar="N", type=count(), help="first tokens that stay, beside --window")
+    group.add_argument("--sinks", metavar="N", type=count(), help="first tokens that stay (default 4)")
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--mesh", metavar="AXES", type=command_line.mesh, help="such as data=1,model=8; need not be here"
@@ -140,16 +140,15 @@ def _cache(arguments: argparse.Namespace, base: config.CacheConfig) -> config.Ca
 
 def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
     run, model = _run(arguments)
-    from jdecode import cache_relief, ledger_figures  # late: they import jax
+    from jdecode import ledger_figures  # late: it imports jax
     from jdecode.cache import ledger
 
-    if arguments.window is not None:
-        if all(layer.window is not None for layer in model.layers):
-            raise ValueError(
-                f"--window: expected a model with layers that have no window, got {run.name}, whose every layer has "
-                "one; leave --window out"
-            )
-        model = cache_relief.what_if_window(model, arguments.window, arguments.sinks or 0)
+    asked = None
+    if arguments.window is not None or run.streaming is not None:
+        asked = command_line.streaming_settings(arguments, run.streaming)
+    if asked is not None:
+        streaming.check(model, asked)
+        model = streaming.with_window(model, asked)
     cache = _cache(arguments, run.cache)
     if arguments.slack and (cache.layout == "full" or all(layer.window is None for layer in model.layers)):
         raise ValueError("--slack: expected layers with windows, in rings, got none; leave it out, or add --window")
@@ -165,8 +164,8 @@ def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
         name=run.name,
         plan=plan,
         memory=arguments.memory,
-        window=arguments.window,
-        num_sinks=arguments.sinks,
+        window=None if asked is None else asked.window,
+        num_sinks=arguments.sinks if asked is None else asked.num_sinks,
         compare=arguments.compare,
     )
 

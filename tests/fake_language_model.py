@@ -130,6 +130,10 @@ class FakeLanguageModel:
         self.calls.append(("chat_session", arguments))
         return FakeChatSession(self, **arguments)
 
+    def with_window(self, window: int, num_sinks: int) -> "FakeLanguageModel":
+        self.calls.append(("with_window", {"window": window, "num_sinks": num_sinks}))
+        return self
+
     def asked(self, name: str) -> dict[str, Any]:
         """Returns the arguments of the one call of that name."""
         (arguments,) = [arguments for called, arguments in self.calls if called == name]

@@ -52,13 +52,16 @@ def _attention(normed, params, config: config_lib.ModelConfig, layer: config_lib
     if config.qk_norm:
         queries = [np.stack([_norm(head, params["query_norm"], config) for head in heads]) for heads in queries]
         keys = [np.stack([_norm(head, params["key_norm"], config) for head in heads]) for heads in keys]
-    queries, keys = ([_rotate(x, t, layer.rope) for t, x in enumerate(side)] for side in (queries, keys))
     out = []
-    for t, query in enumerate(queries):
+    for t, plain_query in enumerate(queries):
         seen = [s for s in range(t + 1) if layer.window is None or t - s < layer.window or s < layer.num_sinks]
+        # What is seen, numbered one after the other: the positions inside a cache that holds nothing else.
+        places = list(range(len(seen))) if layer.num_sinks and layer.sink_positions == "cache" else seen
+        query = _rotate(plain_query, places[-1], layer.rope)
+        seen_keys = [_rotate(keys[s], place, layer.rope) for s, place in zip(seen, places, strict=True)]
         heads = []
         for n in range(config.num_heads):
-            scores = [_capped(scale * query[n] @ keys[s][n // group], config.attention_soft_cap) for s in seen]
+            scores = [_capped(scale * query[n] @ key[n // group], config.attention_soft_cap) for key in seen_keys]
             weights = [math.exp(score) for score in scores]
             heads.append(sum(w * values[s][n // group] for w, s in zip(weights, seen, strict=True)) / sum(weights))
         out.append(_linear(np.stack(heads), params["output"]))

@@ -144,9 +144,3 @@ def test_blocks_do_not_grow_with_the_context():
         return cache_relief.attention_temporaries(plan, "blockwise", 8)
 
     assert temporaries(2048) == temporaries(512)
-
-
-def test_what_if_leaves_the_model_s_own_windows():
-    model = cache_relief.what_if_window(MIXED, 7, 1)
-    assert model.layers[:2] == MIXED.layers[:2]
-    assert model.layers[2] == dataclasses.replace(MIXED.layers[2], window=7, num_sinks=1)

@@ -49,7 +49,8 @@ def attend(
     """
     if len(segments) != 1 or not segments[0].is_block:
         raise ValueError(
-            "attention: banded expects a block without a cache, got a cache; use blockwise or reference, which read one"
+            "attention: banded expects a block without a cache, got a cache or sinks inside one; use blockwise or "
+            "reference, which read them"
         )
     (segment,) = segments
     B, T, N, H = q_BTNH.shape

@@ -32,7 +32,10 @@ class Layout(Protocol):
         ...
 
     def slot(self, position: jax.Array) -> jax.Array:
-        """Maps positions to slots (int32, any shape). Positions past ``max_len`` map to slots past ``capacity``."""
+        """Maps positions to slots (int32, any shape). Positions past ``max_len`` map to slots past ``capacity``.
+
+        A layer's sinks, positions 0 .. N-1, have the slots of the same numbers (``models.sinks`` looks for them there).
+        """
         ...
 
     def survives(self, position: jax.Array, length: jax.Array) -> jax.Array:

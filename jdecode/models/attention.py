@@ -8,7 +8,7 @@ from flax import linen as nn
 from jdecode import config as config_lib
 from jdecode.attention import select
 from jdecode.cache import kv_cache
-from jdecode.models import linear, norms, rotary
+from jdecode.models import linear, norms, rotary, sinks
 
 LayerView = kv_cache.CachedLayer | kv_cache.UncachedLayer
 
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         out_BTNH = select.backend(self.backend)(
             q_BTNH,
             position_BT,
-            segments,
+            sinks.inside_cache(segments, position_BT, layer),
             scale=config.attention_scale,
             window=layer.window,
             num_sinks=layer.num_sinks,

@@ -131,7 +131,12 @@ def test_no_array_of_queries_by_keys(window, most):
     assert _num_scores(program(x, position, _block(x, x, position)).jaxpr) == max(most, T * width)
 
 
-MIXED = transformer.Transformer(tiny_models.MIXED, backend="banded")
+# Sinks inside a cache are for decoding; a block over itself has those of the text.
+LAYERS = tuple(
+    dataclasses.replace(layer, sink_positions="text" if layer.num_sinks else "cache")
+    for layer in tiny_models.MIXED.layers
+)
+MIXED = transformer.Transformer(dataclasses.replace(tiny_models.MIXED, layers=LAYERS), backend="banded")
 REFERENCE = dataclasses.replace(MIXED, backend="reference")
 
 
@@ -168,8 +173,11 @@ def test_gradients_of_a_whole_model_equal_those_of_the_reference():
 def test_model_with_a_cache_is_refused(block_len):
     params = tiny_models.random_params(tiny_models.MIXED)
     cache = tiny_models.empty_cache(tiny_models.MIXED, 2, slack=2)
-    with pytest.raises(ValueError) as refused:
-        jax.eval_shape(MIXED.apply, {"params": params}, jnp.ones((2, block_len), jnp.int32), cache)
-    assert str(refused.value) == (
-        "attention: banded expects a block without a cache, got a cache; use blockwise or reference, which read one"
-    )
+    inside = dataclasses.replace(MIXED, config=tiny_models.MIXED)
+    for model, own in ((MIXED, cache), (inside, None)):
+        with pytest.raises(ValueError) as refused:
+            jax.eval_shape(model.apply, {"params": params}, jnp.ones((2, block_len), jnp.int32), own)
+        assert str(refused.value) == (
+            "attention: banded expects a block without a cache, got a cache or sinks inside one; use blockwise or "
+            "reference, which read them"
+        )

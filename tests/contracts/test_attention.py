@@ -253,7 +253,7 @@ def test_a_cache_is_read_or_refused(name):
         return
     for num_segments in (1, 2):
         segments = _segments(k, v, num_segments=num_segments)
-        with pytest.raises(ValueError, match=f"^attention: {name} expects a block without a cache, got a cache; use "):
+        with pytest.raises(ValueError, match=f"^attention: {name} expects a block without a cache, got a cache or "):
             select.BACKENDS[name](q, jnp.asarray(QUERY_POSITIONS), segments, scale=0.4)
 
 

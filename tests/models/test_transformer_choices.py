@@ -45,6 +45,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 10},  # heads * width is 40, which the model width 12 does not give
     "window": {"layers": _layers(window=3)},
     "window and sinks": {"layers": _layers(window=3, num_sinks=2)},
+    "sinks in the text": {"layers": _layers(window=3, num_sinks=2, sink_positions="text")},
+    "sinks without rope": {"layers": _layers(window=3, num_sinks=2, rope=None)},
     "no rope": {"layers": _layers(rope=None)},
     "linear rope": {"layers": _layers(rope=config_lib.RopeConfig(theta=100.0, scaling="linear", factor=4.0))},
     "theta": {"layers": _layers(rope=config_lib.RopeConfig(theta=10.0))},
@@ -77,7 +79,7 @@ def test_equals_plain_model(choice):
 
 
 KEEP_PARAMS = ["norm_eps", "query_scale", "embedding_scale", "attention_soft_cap", "final_soft_cap", "gelu_tanh"]
-KEEP_PARAMS += ["window", "window and sinks", "no rope", "linear rope", "theta"]
+KEEP_PARAMS += ["window", "window and sinks", "sinks in the text", "no rope", "linear rope", "theta"]
 
 
 @pytest.mark.parametrize("choice", KEEP_PARAMS)
@@ -89,6 +91,17 @@ def test_choice_changes_something(choice):
         for name in ("nothing", choice)
     )
     assert np.abs(base - other).max() > 1e-2
+
+
+def test_sinks_inside_the_cache_are_not_sinks_in_the_text():
+    """They differ from position N + W on, and the distance to a sink never reaches that sum."""
+    params = tiny_models.random_params(BASE)
+    cache, text = (
+        plain_transformer.logits(dataclasses.replace(BASE, **CHOICES[name]), params, ROWS[0])
+        for name in ("window and sinks", "sinks in the text")
+    )
+    np.testing.assert_allclose(cache[: 2 + 3], text[: 2 + 3], rtol=0, atol=1e-12)
+    assert (np.abs(cache - text).max(axis=-1)[2 + 3 :] > 1e-3).all()
 
 
 def test_activations_in_bfloat16_logits_in_float32():
