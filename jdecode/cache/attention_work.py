@@ -72,7 +72,7 @@ def _bounded_sum(count: int, bound: int) -> int:
     return rising * (rising + 1) // 2 + (count - rising) * bound
 
 
-def _slots_read(own: layout.Layout, layer: config_lib.LayerConfig, start: int, block_len: int) -> int:
+def _slots_read(own: layout.AnyLayout, layer: config_lib.LayerConfig, start: int, block_len: int) -> int:
     """Returns the slots that a block reads of one layer and row, the block's own among them."""
     held = start + block_len
     if own.max_len is None:  # slots are used again

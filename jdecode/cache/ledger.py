@@ -174,7 +174,7 @@ def ledger(plan: Plan) -> Ledger:
     return Ledger(plan=plan, lines=tuple(_line(plan, cache, members) for members in groups.values()))
 
 
-def layout_name(own: layout.Layout) -> str:
+def layout_name(own: layout.AnyLayout) -> str:
     """Names a layout and what it was made with, but for its capacity: ``full``, ``ring(window=64)``."""
     name = type(own).__name__.removesuffix("Layout").lower()
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(cast(Any, own))}
