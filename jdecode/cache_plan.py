@@ -105,7 +105,7 @@ def plan(
             "cache eviction: expected a model with layers that have no window, got one whose every layer has one; "
             f"leave {cache.eviction} out, for rings bound this cache already"
         )
-    if longest_prompt + (max_new_tokens if how.is_lasting else 0) <= how.budget:
+    if not how.acts(longest_prompt, max_new_tokens):
         return whole
     return dataclasses.replace(whole, cache=cache, prompt_capacity=capacity_for(longest_prompt), how=how)
 

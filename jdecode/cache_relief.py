@@ -126,7 +126,7 @@ def _dtypes(question: Question) -> list[Variant]:
 
 def _windows(question: Question) -> list[Variant]:
     plan = question.plan
-    every = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="full"))
+    every = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache.without_eviction(), layout="full"))
     ring = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto"))
     with_window = sum(layer.window is not None for layer in plan.model.layers)
     if not with_window:
@@ -146,8 +146,26 @@ def _windows(question: Question) -> list[Variant]:
     return variants
 
 
-def _attention(question: Question) -> list[Variant]:
+def _evictions(question: Question) -> list[Variant]:
     plan = question.plan
+    budget = plan.cache.budget or max(plan.capacity // 4, 2)
+    variants = [_cache_variant(question, "every token", dataclasses.replace(plan, cache=plan.cache.without_eviction()))]
+    for eviction in config_lib.EVICTIONS:
+        kept = dataclasses.replace(plan.cache, layout="auto", budget=budget, eviction=eviction)
+        # A prompt and, unless the plan says otherwise, as many new tokens as an eighth of the context.
+        num_new = plan.num_new or max(plan.capacity // 8, 1)
+        words = (
+            f"{budget:,} tokens in all" if eviction == "h2o" else f"{budget:,} of the prompt and {num_new:,} new tokens"
+        )
+        variants.append(
+            _cache_variant(question, f"{eviction}: {words}", dataclasses.replace(plan, cache=kept, num_new=num_new))
+        )
+    return variants
+
+
+def _attention(question: Question) -> list[Variant]:
+    # Of a prefill, which reads a prompt before anything is evicted.
+    plan = dataclasses.replace(question.plan, cache=question.plan.cache.without_eviction())
     num_slots = max(own.capacity for own in ledger_lib.abstract_cache(plan).layouts)
     T = min(question.chunk_len, plan.capacity)
     pairs = plan.batch_size * plan.model.num_heads * T
@@ -224,6 +242,14 @@ WAYS: tuple[Way, ...] = (
         "only keep the text fluent (Xiao et al. 2024)",
         suits="long texts; --window W --sinks N plans it, `window` in a config sets it",
         variants=_windows,
+    ),
+    Way(
+        name="tokens evicted by attention",
+        shrinks="S of a layer without a window: to a budget of the prompt and the new tokens (snapkv), or in all (h2o)",
+        formula="2·B·K·H·b·(sum over layers without a window of M + new tokens, or of M), and positions a layer",
+        costs="what is evicted is forgotten; a prompt needs the whole cache first, h2o looks at the keys twice a step",
+        suits="long prompts, of which the question at the end tells what matters; no draft with h2o",
+        variants=_evictions,
     ),
     Way(
         name="attention by blocks",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jdecode import command_line, config, config_file, ledger_report, plot_file
+from jdecode import command_line, config, config_file, eviction_arguments, ledger_report, plot_file
 from jdecode.parallel import known_devices
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ def build_parser() -> command_line.ArgumentParser:
     group.add_argument("--kv-dtype", metavar="DTYPE", type=command_line.cache_dtype, help="of cached keys and values")
     group.add_argument("--layout", choices=("auto", "full"), help="auto: rings where layers have windows")
     group.add_argument("--slack", metavar="N", type=count(), help="slots of a ring beyond its window")
+    eviction_arguments.add_arguments(group)
+    group.add_argument(
+        "--new-tokens", metavar="N", type=count(1), help="of the context, after the prompt, beside --eviction"
+    )
     group.add_argument("--window", metavar="W", type=count(1), help="what if every full layer had this window")
     group.add_argument("--sinks", metavar="N", type=count(), help="first tokens that stay, beside --window")
     group = parser.add_argument_group("devices")
@@ -118,10 +122,20 @@ def _weight_dtype(arguments: argparse.Namespace) -> str:
 
 def _cache(arguments: argparse.Namespace, base: config.CacheConfig) -> config.CacheConfig:
     given = {"dtype": arguments.kv_dtype, "layout": arguments.layout, "slack": arguments.slack}
-    cache = dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    cache = eviction_arguments.settings(arguments, dataclasses.replace(base, **given))
     if arguments.window is not None and cache.layout == "full":
         raise ValueError("--window: expected the layout auto, got full of the config; add --layout auto")
     return cache
+
+
+def _num_new(arguments: argparse.Namespace, cache: config.CacheConfig, usual: int) -> int:
+    """Returns the tokens after the prompt, for which a compressed cache has slots."""
+    if cache.eviction is None:
+        if arguments.new_tokens is not None:
+            raise ValueError("--new-tokens: acts on --eviction, and there is none; add one, or leave it out")
+        return 0
+    return usual if arguments.new_tokens is None else arguments.new_tokens
 
 
 def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
@@ -146,6 +160,7 @@ def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
         capacity=arguments.context or model.max_positions,
         compute_dtype=_weight_dtype(arguments),
         mesh=arguments.mesh or run.mesh,
+        num_new=_num_new(arguments, cache, run.max_new_tokens),
     )
     return ledger_figures.Question(
         name=run.name,

@@ -49,6 +49,10 @@ class Compression:
         """Whether attention is counted, and tokens evicted, after the prompt too."""
         return self.num_new is None
 
+    def acts(self, longest_prompt: int, num_new: int) -> bool:
+        """Says whether the budget is too small for a text of so many tokens; else nothing is done."""
+        return longest_prompt + (num_new if self.is_lasting else 0) > self.budget
+
     def layout(self, layer: int) -> layout.PlacingLayout:
         """Returns the layout of a layer of the compressed cache."""
         if self.num_new is None:
