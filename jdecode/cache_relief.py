@@ -153,7 +153,8 @@ def _evictions(question: Question) -> list[Variant]:
     for eviction in config_lib.EVICTIONS:
         kept = dataclasses.replace(plan.cache, layout="auto", budget=budget, eviction=eviction)
         # A prompt and, unless the plan says otherwise, as many new tokens as an eighth of the context.
-        num_new = plan.num_new or max(plan.capacity // 8, 1)
+        is_planned = eviction == plan.cache.eviction
+        num_new = plan.num_new if is_planned else plan.num_new or max(plan.capacity // 8, 1)
         words = (
             f"{budget:,} tokens in all" if eviction == "h2o" else f"{budget:,} of the prompt and {num_new:,} new tokens"
         )

@@ -105,6 +105,7 @@ def test_a_draft_writes_the_same_text(lm, kept):
     assert drafted.stats["tokens_evicted"] == 37 - 8
 
 
+@pytest.mark.slow
 def test_rows_are_what_they_are_alone_streamed_or_in_samples(lm, evicting):
     alone = lm.stream(PROMPTS[0], max_new_tokens=NEW, cache=H2O, steps_per_look=7)
     assert [token for chunk in alone for token in chunk.token_ids] == tiny_model.rows(evicting)[0]
