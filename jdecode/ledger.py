@@ -153,6 +153,10 @@ def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
     cache = _cache(arguments, run.cache)
     if arguments.slack and (cache.layout == "full" or all(layer.window is None for layer in model.layers)):
         raise ValueError("--slack: expected layers with windows, in rings, got none; leave it out, or add --window")
+    if cache.eviction is not None and all(layer.window is not None for layer in model.layers):
+        raise ValueError(
+            f"--eviction {cache.eviction}: expected layers without a window, got none; leave it out, or --window"
+        )
     plan = ledger.Plan(
         model=model,
         cache=cache,

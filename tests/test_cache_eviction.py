@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jdecode import cache_plan, config, language_model
-from jdecode.cache import allocate, ledger
+from jdecode import cache_plan, config, generation, language_model
+from jdecode import request as request_lib
+from jdecode.cache import allocate, compress, ledger
 from tests import tiny_model, tiny_models
 
 FULL, RING = config.LayerConfig(), config.LayerConfig(window=4)
@@ -98,8 +99,9 @@ def test_scores_of_a_continuation_are_those_of_writing_it(lm, kept, evicting):
         np.testing.assert_allclose(score, whole[row][-len(more[row]) :], rtol=0, atol=1e-5)
 
 
-def test_a_draft_writes_the_same_text(lm, kept):
-    drafted = lm.generate(PROMPTS, max_new_tokens=NEW, cache=SNAPKV, draft="ngram", adaptive_draft=False)
+@pytest.mark.parametrize("draft", ["ngram", pytest.param("layer_skip", marks=pytest.mark.slow)])
+def test_a_draft_writes_the_same_text(lm, kept, draft):
+    drafted = lm.generate(PROMPTS, max_new_tokens=NEW, cache=SNAPKV, draft=draft, adaptive_draft=False)
     np.testing.assert_array_equal(drafted.tokens, kept.tokens)
     assert drafted.stats["drafted"] > drafted.stats["accepted"] > 0  # so some were taken back
     assert drafted.stats["tokens_evicted"] == 37 - 8
@@ -138,6 +140,27 @@ def test_every_codec_writes_and_scores_alike(lm, dtype):
 def test_what_does_not_go_together(lm, options, words):
     with pytest.raises(ValueError, match=words):
         lm.generate(PROMPTS, **options)
+
+
+def test_a_stream_refuses_more_tokens_than_there_are_slots_for(lm):
+    how = compress.compression(SNAPKV, num_new=5)
+    plan = cache_plan.CachePlan(model=lm.config, cache=config.CacheConfig(), compute_dtype="float32", capacity=40)
+
+    def stream(max_new_tokens: int) -> generation.TextStream:
+        request = request_lib.resolve(
+            PROMPTS,
+            vocab_size=11,
+            tokenizer=None,
+            end_token_ids=(),
+            max_new_tokens=max_new_tokens,
+            sampling=config.SamplingConfig(),
+            steps_per_look=1,
+        )
+        return generation.TextStream(lm.model, lm.params, None, request, plan.init(2), how=how)
+
+    stream(5)  # though 40 slots would not hold 37 tokens and 5
+    with pytest.raises(ValueError, match="max_new_tokens: expected at most the 5 slots"):
+        stream(6)
 
 
 def test_other_doors_refuse_an_eviction(lm):

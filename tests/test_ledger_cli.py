@@ -264,6 +264,10 @@ def test_compare_and_plot(tmp_path: pathlib.Path, capsys):
         ([*LLAMA, "--sinks", "4"], "--sinks: expected --window or --compare beside it"),
         ([*LLAMA, "--window", "9", "--layout", "full"], "--window: expected --layout auto"),
         ([*LLAMA, "--eviction", "h2o"], "--eviction: expected --cache-budget beside it"),
+        (
+            [*LLAMA, "--eviction", "h2o", "--cache-budget", "9", "--window", "8"],
+            "--eviction h2o: expected layers without",
+        ),
         ([*LLAMA, "--new-tokens", "9"], "--new-tokens: acts on --eviction, and there is none"),
         ([*LLAMA, "--slack", "4"], "--slack: expected layers with windows, in rings, got none"),
         ([*LLAMA, "--window", "0"], "argument --window: expected a whole number from 1"),

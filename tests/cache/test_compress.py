@@ -128,12 +128,18 @@ def test_the_one_token_that_is_attended_to_is_kept_and_noise_is_not():
         if first:
             cache = compress.observing(cache, [0])
         cache, _ = step(cache, jnp.ones((1, end - first, 4, H)), k[:, first:end], k[:, first:end])
-    received = np.asarray(cache.stores[0].received_BS[0])
+    received = counted(cache)[0]
     assert received[3] > 0.9 * received.sum()
     small = compress.compress(cache, how)
     kept = small.positions[0][0].tolist()
     assert {2, 3, 4} <= set(kept) and kept[-4:] == [36, 37, 38, 39]  # with its neighbours, and the end
-    np.testing.assert_array_equal(small.stores[0].received_BS[0], received[kept])
+    np.testing.assert_array_equal(counted(small)[0], received[kept])
+
+
+def counted(cache: kv_cache.KVCache) -> np.ndarray:
+    """The attention that the slots of the first layer got."""
+    assert cache.stores[0].received_BS is not None
+    return np.asarray(cache.stores[0].received_BS)
 
 
 def step(cache, q_BTNH, k_BTKH, v_BTKH, num_tokens_B=None):
@@ -192,7 +198,7 @@ def test_budget_beside_lists(block_len):
             held = sorted((position, slot) for slot, position in enumerate(cache.positions[0][row].tolist()))
             held = [(position, slot) for position, slot in held if position != EMPTY]
             assert [position for position, _ in held] == [entry[0] for entry in rows[row].held]
-            got = np.asarray(cache.stores[0].received_BS[row])[[slot for _, slot in held]]
+            got = counted(cache)[row, [slot for _, slot in held]]
             np.testing.assert_allclose(got, [entry[3] for entry in rows[row].held], rtol=1e-4, atol=1e-5)
             if want:  # as the mask by stored positions says, for every query of the block
                 np.testing.assert_allclose(np.asarray(out)[row, :count], np.stack(want), rtol=1e-4, atol=1e-5)
@@ -211,7 +217,9 @@ def test_a_block_longer_than_the_budget_is_refused():
 def test_new_tokens_follow_the_kept_ones_and_end_at_the_last_slot():
     how = how_of(5, num_recent=2, num_new=4)
     cache = compress.compress(compress.observing(filled("float32", [13, 3]), [0]), how)
-    assert kv_cache.longest(cache).tolist() == [17, 7] and cache.max_rollback == 4 and cache.max_len is None
+    longest_B = kv_cache.longest(cache)
+    assert longest_B is not None and longest_B.tolist() == [17, 7]
+    assert cache.max_rollback == 4 and cache.max_len is None
     q, k = jnp.ones((2, 3, 4, H)), jnp.ones((2, 3, K, H))
     cache, _ = jitted_step(cache, q, k, k, jnp.asarray([3, 3]))
     # Taken back and written again: nobody else's slot.
