@@ -121,8 +121,8 @@ def _dtypes(question: Question) -> list[Variant]:
 
 def _windows(question: Question) -> list[Variant]:
     plan = question.plan
-    every = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="full", page_len=None))
-    ring = plan
+    every = dataclasses.replace(plan.cache.without_eviction(), layout="full", page_len=None)
+    every, ring = dataclasses.replace(plan, cache=every), plan
     if plan.cache.layout == "full":
         ring = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto"))
     with_window = sum(layer.window is not None for layer in plan.model.layers)
@@ -181,8 +181,27 @@ def _pages(question: Question) -> list[Variant]:
     return [*variants, whole, shared]
 
 
-def _attention(question: Question) -> list[Variant]:
+def _evictions(question: Question) -> list[Variant]:
     plan = question.plan
+    budget = plan.cache.budget or max(plan.capacity // 4, 2)
+    variants = [_cache_variant(question, "every token", dataclasses.replace(plan, cache=plan.cache.without_eviction()))]
+    for eviction in config_lib.EVICTIONS:
+        kept = dataclasses.replace(plan.cache, layout="auto", budget=budget, eviction=eviction)
+        # A prompt and, unless the plan says otherwise, as many new tokens as an eighth of the context.
+        is_planned = eviction == plan.cache.eviction
+        num_new = plan.num_new if is_planned else plan.num_new or max(plan.capacity // 8, 1)
+        words = (
+            f"{budget:,} tokens in all" if eviction == "h2o" else f"{budget:,} of the prompt and {num_new:,} new tokens"
+        )
+        variants.append(
+            _cache_variant(question, f"{eviction}: {words}", dataclasses.replace(plan, cache=kept, num_new=num_new))
+        )
+    return variants
+
+
+def _attention(question: Question) -> list[Variant]:
+    # Of a prefill, which reads a prompt before anything is evicted.
+    plan = dataclasses.replace(question.plan, cache=question.plan.cache.without_eviction())
     num_slots = max(own.capacity for own in ledger_lib.abstract_cache(plan).layouts)
     T = min(question.chunk_len, plan.capacity)
     pairs = plan.batch_size * plan.model.num_heads * T
@@ -267,6 +286,14 @@ WAYS: tuple[Way, ...] = (
         costs="none in quality: the same numbers, found by a table of 4 bytes a column; the last is full in part",
         suits="num_samples, prompts with one beginning; full layers, on a mesh without a data axis; layout: paged",
         variants=_pages,
+    ),
+    Way(
+        name="tokens evicted by attention",
+        shrinks="S of a layer without a window: to a budget of the prompt and the new tokens (snapkv), or in all (h2o)",
+        formula="2·B·K·H·b·(sum over layers without a window of M + new tokens, or of M), and positions a layer",
+        costs="what is evicted is forgotten; a prompt needs the whole cache first, h2o looks at the keys twice a step",
+        suits="long prompts, of which the question at the end tells what matters; no draft with h2o",
+        variants=_evictions,
     ),
     Way(
         name="attention by blocks",

@@ -61,6 +61,11 @@ class ChatSession:
         **drafting: Unpack[request_lib.DraftOptions],
     ) -> None:
         self._lm, self._system, self._sampling, self._cache_config = lm, system, sampling, cache
+        if isinstance(cache, config_lib.CacheConfig) and cache.eviction is not None:
+            raise ValueError(
+                f"cache eviction: expected none in a conversation (its cache is cut back between turns), got "
+                f"{cache.eviction}; leave it out"
+            )
         if capacity is not None:
             capacity = request_lib.count("capacity", capacity, least=1)
         self._speculation = drafts.make_speculation(lm, cache=cache, **drafting)
@@ -71,8 +76,7 @@ class ChatSession:
             self._cache_config = speculation_lib.with_slack(cache, self._most_drafted)
         lm.check_memory(
             1,
-            self._capacity,
-            self._cache_config,
+            lm.plan_cache(self._cache_config, self._capacity),
             num_tokens=self._capacity,
             max_new_tokens=self._capacity,
             speculation=self._speculation,

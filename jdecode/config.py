@@ -10,6 +10,9 @@ MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling sta
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")  # of stored keys and values
 CACHE_LAYOUTS = ("auto", "full", "paged")
 SINK_POSITIONS = ("cache", "text")
+EVICTIONS = ("snapkv", "h2o")  # ways to keep a part of a cache
+MOST_RECENT = 32  # latest tokens that eviction spares unless told otherwise
+SMOOTHING = 7  # positions over which the attention to a prompt is pooled before some are kept
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -189,12 +192,24 @@ class CacheConfig:
       slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
         and as many as ``slack`` tokens can be rolled back.
       page_len: Z, tokens a page, only beside the layout ``"paged"``; ``None`` for 64.
+      budget: M, slots that each layer without a window keeps; only beside ``eviction``. Layers with one keep rings.
+      eviction: ``None`` keeps every token. ``"snapkv"`` keeps the M tokens of a prompt to which its last ones attend
+        most, and every new one; ``"h2o"`` keeps M tokens in all, and each new one takes the place of the one that got
+        least attention so far. See ``cache.compress``.
+      num_recent: the latest tokens, which always stay; the last ones of a prompt say which others do. ``None`` for
+        the least of 32 and half of the budget.
+      smoothing: positions (an odd number) over which the attention to a prompt is pooled before tokens are chosen;
+        1 for none, ``None`` for 7.
     """
 
     layout: str = "auto"
     dtype: str = "auto"
     slack: int = 0
     page_len: int | None = None
+    budget: int | None = None
+    eviction: str | None = None
+    num_recent: int | None = None
+    smoothing: int | None = None
 
     def __post_init__(self) -> None:
         known = ", ".join(CACHE_LAYOUTS)
@@ -208,6 +223,35 @@ class CacheConfig:
                 self.layout == "paged",
                 f"cache page_len: expected none beside layout {self.layout}, got {self.page_len}; use layout paged",
             )
+        self._check_eviction()
+
+    def _check_eviction(self) -> None:
+        if self.eviction is None:
+            for name in ("budget", "num_recent", "smoothing"):
+                got = getattr(self, name)
+                check(got is None, f"cache {name}: acts on eviction, and there is none, got {got!r}; give an eviction")
+            return
+        known = ", ".join(EVICTIONS)
+        check(self.eviction in EVICTIONS, f"cache eviction: expected one of {known}, got {self.eviction!r}")
+        check_count("cache budget", self.budget, 2)
+        check(
+            self.layout == "auto",
+            f"cache eviction: expected the layout auto beside {self.eviction}, got {self.layout!r}; leave one of them",
+        )
+        if self.num_recent is not None:
+            check_count("cache num_recent", self.num_recent, 1, f" and under the budget {self.budget}")
+            check(
+                self.num_recent < (self.budget or 0),
+                f"cache num_recent: expected a count from 1 to {(self.budget or 0) - 1}, under the budget, got "
+                f"{self.num_recent}",
+            )
+        if self.smoothing is not None:
+            check_count("cache smoothing", self.smoothing, 1, ", an odd one")
+            check(self.smoothing % 2 == 1, f"cache smoothing: expected an odd count, got {self.smoothing}")
+
+    def without_eviction(self) -> "CacheConfig":
+        """Returns the config of a cache that keeps every token."""
+        return dataclasses.replace(self, budget=None, eviction=None, num_recent=None, smoothing=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,13 @@ def make_speculation(
                 "num_draft_tokens, verify, adaptive_draft: act on a draft, and there is none; give one, or leave these"
             )
         return None
-    chosen, params = _chosen(target, draft, speculation.with_slack(cache, num_draft_tokens))
+    if cache.eviction == "h2o":
+        raise ValueError(
+            "draft: expected a cache that can take tokens back, got the eviction h2o, which cannot; use snapkv, or "
+            "leave the draft out"
+        )
+    # A draft's own cache keeps every token.
+    chosen, params = _chosen(target, draft, speculation.with_slack(cache.without_eviction(), num_draft_tokens))
     return speculation.Speculation(
         draft=chosen,
         draft_params=params,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdecode import command_line, config, draft_arguments
+from jdecode import command_line, config, draft_arguments, eviction_arguments
 
 if TYPE_CHECKING:
     from jdecode import generation, language_model
@@ -52,6 +52,7 @@ def build_parser() -> command_line.ArgumentParser:
         "--chat", metavar="TEXT", type=command_line.plain_text, help="a message to answer, in the model's chat template"
     )
     command_line.add_model_arguments(parser)
+    eviction_arguments.add_arguments(parser.add_argument_group("what the cache keeps"))
     command_line.add_sampling_arguments(parser)
     group = parser.add_argument_group("ends")
     group.add_argument(
@@ -191,6 +192,7 @@ def _main(argv: Sequence[str] | None) -> None:
     _check_flags(arguments)
     chosen = command_line.settings(arguments)
     speculative = draft_arguments.settings(arguments, chosen.run.speculative)
+    cache = eviction_arguments.settings(arguments, chosen.run.cache)
     prompt = _read_prompt(arguments, chosen.run)
     lm, drafting = draft_arguments.load_models(chosen, speculative)
     prompt_ids = _encode(lm, prompt)
@@ -202,7 +204,7 @@ def _main(argv: Sequence[str] | None) -> None:
         "stop_token_ids": tuple(arguments.stop_token_id),
         "ignore_eos": arguments.ignore_eos,
         "logprobs": arguments.logprobs,
-        "cache": chosen.run.cache,
+        "cache": cache,
         "capacity": chosen.capacity,
         **drafting,
     }

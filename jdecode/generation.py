@@ -15,8 +15,8 @@ import numpy as np
 
 from jdecode import compile_clock, sampling, shapes
 from jdecode import request as request_lib
-from jdecode.cache import kv_cache
-from jdecode.decode import loop, prefill, state, stopping
+from jdecode.cache import compress, kv_cache
+from jdecode.decode import compressed_prefill, loop, prefill, state, stopping
 from jdecode.decode import step as step_lib
 from jdecode.models import transformer
 from jdecode.speculative import speculation as speculation_lib
@@ -45,15 +45,16 @@ def output_len_for(max_new_tokens: int) -> int:
     return max(LEAST_OUTPUT_LEN, shapes.power_of_two_at_least(max_new_tokens))
 
 
-def max_len_for(cache: kv_cache.KVCache, num_tokens: int) -> int:
+def max_len_for(cache: kv_cache.KVCache | None, num_tokens: int) -> int:
     """Returns for how many tokens of a row, prompt and output, a draft and the history of penalties have room.
 
     Args:
-      cache: its arrays may be shapes.
+      cache: its arrays may be shapes; ``None`` for one that is compressed after the prompts.
       num_tokens: of the longest row.
     """
     # Where the cache bounds the text, its bound is the history's: one size less that could compile anew.
-    return cache.max_len or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(num_tokens))
+    bound = None if cache is None else cache.max_len
+    return bound or max(LEAST_HISTORY_LEN, shapes.power_of_two_at_least(num_tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ class TextStream:
       history: ids that each row of the cache holds already (penalties count them as prompt).
       speculation: a draft and how it is used; ``None`` for plain decoding. The cache must be able to take back as many
         tokens as it proposes.
+      how: the cache, which is empty, is compressed after the prompts (``cache.compress``); ``None`` where it is not.
       weight_bytes: for the statistics.
 
     Attributes:
@@ -122,7 +124,9 @@ class TextStream:
     ``prefill_seconds`` (to the first token, the draft's reading of the prompts included) and ``decode_seconds`` (after
     it), both without compilation and without the time that the reader took between chunks,
     ``decode_tokens_per_second`` (all rows), ``compile_seconds``, ``prompt_tokens`` and ``new_tokens`` (counts, all
-    rows), ``kv_cache_bytes`` and ``weight_bytes``; with speculation also those of ``speculative.statistics.summary``
+    rows), ``kv_cache_bytes``, ``weight_bytes`` and ``tokens_evicted`` (from each layer of a compressed cache that has
+    no window, all rows; 0 in other caches); with a compressed cache also ``prompt_cache_bytes`` (of the one before it,
+    which stands beside it for a moment); with speculation also those of ``speculative.statistics.summary``
     (counted by the device loop, before the host cuts at a stop string: ``accepted`` may hold tokens that
     ``new_tokens`` does not), ``draft_cache_bytes`` and ``draft_weight_bytes``.
     """
@@ -137,10 +141,11 @@ class TextStream:
         *,
         history: Sequence[Sequence[int]] | None = None,
         speculation: speculation_lib.Speculation | None = None,
+        how: compress.Compression | None = None,
         weight_bytes: int = 0,
     ) -> None:
         self._model, self._params, self._tokenizer = model, params, tokenizer
-        self._request, self._speculation = request, speculation
+        self._request, self._speculation, self._how = request, speculation, how
         self._chain = sampling.standard_chain(request.transforms)
         self._weight_bytes = weight_bytes
         self._prompt_cache: kv_cache.KVCache | None = cache
@@ -151,7 +156,10 @@ class TextStream:
         self._drafting: speculative_round.Drafting | None = None  # beside the state, where there is a draft
         self.result: GenerateResult | None = None
         # All that can be refused is refused here, before anything is computed.
-        prefill.check_room(cache, [len(prompt) + request.max_new_tokens for prompt in request.prompts])
+        if how is None:
+            prefill.check_room(cache, [len(prompt) + request.max_new_tokens for prompt in request.prompts])
+        else:
+            self._check_compression(how, cache)
         if speculation is not None and cache.max_rollback < speculation.num_draft_tokens:
             raise ValueError(
                 f"cache: expected one that can take back {speculation.num_draft_tokens} draft tokens, got one that "
@@ -160,8 +168,22 @@ class TextStream:
         held = history or [()] * len(request.prompts)
         self._whole_prompts = [[*before, *prompt] for before, prompt in zip(held, request.prompts, strict=True)]
         longest = max(len(ids) for ids in self._whole_prompts) + request.max_new_tokens
-        self._max_len = max_len_for(cache, longest)
+        self._max_len = max_len_for(cache if how is None else None, longest)
+        self._prompt_cache_bytes = cache.num_bytes
         self._sampling_params = self._make_sampling_params()
+
+    def _check_compression(self, how: compress.Compression, cache: kv_cache.KVCache) -> None:
+        request = self._request
+        prefill.check_room(cache, [len(prompt) for prompt in request.prompts])
+        if how.num_new is not None and request.max_new_tokens > how.num_new:
+            raise ValueError(
+                f"max_new_tokens: expected at most the {how.num_new} slots for new tokens of the compressed cache, got "
+                f"{request.max_new_tokens}; give it more slots"
+            )
+        if how.is_lasting and self._speculation is not None:
+            raise ValueError(
+                "cache: expected one that takes back draft tokens, got one that evicts; leave the draft out"
+            )
 
     @property
     def _rows(self) -> int:
@@ -215,7 +237,10 @@ class TextStream:
         assert cache is not None
         self._prompt_cache = None  # donated from here on
         key_B = sampling.request_keys(request.seeds, [row % request.num_samples for row in range(self._rows)])
-        cache, logits_BV = prefill.prefill(self._model, self._params, request.prompts, cache)
+        if self._how is None:
+            cache, logits_BV = prefill.prefill(self._model, self._params, request.prompts, cache)
+        else:
+            cache, logits_BV = compressed_prefill.prefill(self._model, self._params, request.prompts, cache, self._how)
         if request.num_samples > 1:
             cache = kv_cache.repeat_rows(cache, request.num_samples)
             logits_BV = jnp.repeat(logits_BV, request.num_samples, axis=0)
@@ -321,9 +346,16 @@ class TextStream:
                 "new_tokens": int(lengths.sum()),
                 "kv_cache_bytes": final.cache.num_bytes,
                 "weight_bytes": self._weight_bytes,
+                **self._compression_stats(),
                 **self._drafting_stats(),
             },
         )
+
+    def _compression_stats(self) -> dict[str, int]:
+        assert self._state is not None
+        num_evicted = int(kv_cache.num_evicted(self._state.cache).sum())
+        peak = {} if self._how is None else {"prompt_cache_bytes": self._prompt_cache_bytes}
+        return {"tokens_evicted": num_evicted, **peak}
 
     def _drafting_stats(self) -> dict[str, Any]:
         if self._speculation is None or self._drafting is None:

@@ -4,7 +4,6 @@ Everything here only calls public functions of the layers below: ``cache.allocat
 """
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -12,25 +11,25 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jdecode import chat_session, drafts, generation
+from jdecode import cache_plan, chat_session, drafts, generation
 from jdecode import config as config_lib
 from jdecode import request as request_lib
 from jdecode import sampling as sampling_lib
 from jdecode import streaming as streaming_lib
 from jdecode.attention import select
-from jdecode.cache import allocate, kv_cache
-from jdecode.decode import loop, prefill
+from jdecode.cache import kv_cache
+from jdecode.decode import continuation, loop, prefill
 from jdecode.models import transformer
 from jdecode.parallel import device_memory
 from jdecode.parallel import mesh as mesh_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
-from jdecode.weights import checkpoint, placement
+from jdecode.weights import checkpoint
 from jdecode.weights import load as load_lib
+from jdecode.weights import placement as placement_lib
 
-LEAST_CAPACITY = 256
-"""Slots a row in the smallest cache that is allocated unasked."""
+capacity_for = cache_plan.capacity_for
 
 WEIGHT_LAYOUTS = ("auto", "rows")
 
@@ -91,15 +90,20 @@ class LanguageModel:
           ValueError: a size is under 1, or the cache is larger than the memory of the devices.
         """
         batch_size = request_lib.count("batch_size", batch_size, least=1)
-        init = self._cache_init(batch_size, request_lib.count("capacity", capacity, least=1), cache)
-        device_memory.check(jax.eval_shape(init), self.mesh, f"a cache of {batch_size} rows x {capacity} slots")
-        return init(mesh=self.mesh)
+        plan = self.plan_cache(cache, request_lib.count("capacity", capacity, least=1))
+        what = f"a cache of {batch_size} rows x {capacity} slots"
+        device_memory.check(plan.row_shapes(), self.mesh, what, times=batch_size)
+        return plan.init(batch_size, mesh=self.mesh)
+
+    def plan_cache(self, cache: config_lib.CacheConfig, capacity: int) -> cache_plan.CachePlan:
+        """Plans one cache of ``capacity`` slots a row."""
+        cache_plan.check_config(cache)
+        return cache_plan.CachePlan(model=self.config, cache=cache, compute_dtype=self.model.dtype, capacity=capacity)
 
     def check_memory(
         self,
         num_rows: int,
-        slots: int,
-        cache: config_lib.CacheConfig,
+        plan: cache_plan.CachePlan,
         *,
         num_tokens: int,
         max_new_tokens: int,
@@ -110,8 +114,7 @@ class LanguageModel:
 
         Args:
           num_rows: B.
-          slots: of a row of the model's cache.
-          cache: layout and dtype.
+          plan: of the model's caches.
           num_tokens: of the longest row, prompt and output.
           max_new_tokens, logprobs: see ``stream``.
           speculation: ``None`` for no draft.
@@ -119,12 +122,13 @@ class LanguageModel:
         Raises:
           ValueError: they are larger than the memory of the devices.
         """
-        row = jax.eval_shape(self._cache_init(1, slots, cache))
-        draft_row = () if speculation is None else speculation.cache_shapes(generation.max_len_for(row, num_tokens))
+        row = plan.row_shapes()
+        max_len = generation.max_len_for(row[0] if plan.how is None else None, num_tokens)
+        draft_row = () if speculation is None else speculation.cache_shapes(max_len)
         numbers_a_token = 1 if logprobs is None else 2 + 2 * logprobs
         buffers = jax.ShapeDtypeStruct((generation.output_len_for(max_new_tokens), numbers_a_token), np.float32)
         names = "cache, draft's cache and output" if jax.tree.leaves(draft_row) else "cache and output"
-        what = f"{names} of {num_rows} rows x {slots} slots"
+        what = f"{names} of {num_rows} rows x {plan.prompt_capacity or plan.capacity} slots"
         device_memory.check((row, draft_row, buffers), self.mesh, what, times=num_rows)
 
     def encode(self, prompt: str) -> list[int]:
@@ -190,7 +194,7 @@ class LanguageModel:
           ignore_eos: do not end at the model's own end tokens.
           logprobs: give the log-probability of each new token, and of so many of the most likely ones (0 for none).
           transforms: the caller's own (see ``sampling.Transform``), applied before the temperature.
-          cache: layout and dtype of the cache.
+          cache: layout and dtype of the cache, and what it keeps of a prompt.
           capacity: cache slots a row; ``None`` for what the request needs.
           lengths: how many ids of each row are real, for an array of prompts.
           draft: what proposes tokens (speculative decoding): a smaller ``LanguageModel`` with the same tokens,
@@ -215,7 +219,6 @@ class LanguageModel:
         if logprobs is not None:
             logprobs = request_lib.count("logprobs", logprobs, least=0, most=self.config.vocab_size)
         longest = max(len(prompt) for prompt in ids) + max_new_tokens
-        slots = self._slots(longest, max_new_tokens, capacity)
         speculation = drafts.make_speculation(
             self,
             draft=draft,
@@ -226,10 +229,10 @@ class LanguageModel:
         )
         if speculation is not None:
             cache = speculation_lib.with_slack(cache, speculation.num_draft_tokens)
+        plan = self._request_caches(cache, ids, max_new_tokens, capacity)
         self.check_memory(
             len(ids) * num_samples,
-            slots,
-            cache,
+            plan,
             num_tokens=longest,
             max_new_tokens=max_new_tokens,
             logprobs=logprobs,
@@ -250,7 +253,7 @@ class LanguageModel:
             transforms=transforms,
             steps_per_look=steps_per_look,
         )
-        empty = self.init_cache(batch_size=len(ids), capacity=slots, cache=cache)
+        empty = plan.init(len(ids), mesh=self.mesh)
         return generation.TextStream(
             self.model,
             self.params,
@@ -258,6 +261,7 @@ class LanguageModel:
             request,
             empty,
             speculation=speculation,
+            how=plan.how,
             weight_bytes=self.weight_bytes,
         )
 
@@ -275,6 +279,34 @@ class LanguageModel:
         ids = self._prompt_ids(texts, lengths)
         cache = self.init_cache(batch_size=len(ids), capacity=capacity_for(max(len(row) for row in ids)))
         return prefill.score(self.model, self.params, ids, cache)
+
+    def score_continuation(
+        self,
+        prompts: request_lib.Prompts,
+        continuations: request_lib.Prompts,
+        *,
+        cache: config_lib.CacheConfig = config_lib.CacheConfig(),
+    ) -> list[np.ndarray]:
+        """Computes the log-probability of each token of given continuations, with what the cache keeps of the prompts.
+
+        Args:
+          prompts: as ``stream`` takes them.
+          continuations: as many, likewise; text goes on with the prompt's, without a start token.
+          cache: layout and dtype of the cache, and what it keeps of a prompt.
+
+        Returns:
+          For each row float32, one entry for each token of its continuation, in nats.
+        """
+        ids = self._prompt_ids(prompts, None)
+        more = request_lib.prompt_rows(
+            continuations, None, encode=self._encode_continuation, vocab_size=self.config.vocab_size
+        )
+        if len(more) != len(ids):
+            raise ValueError(f"continuations: expected one for each of {len(ids)} prompts, got {len(more)}")
+        plan = self._request_caches(cache, ids, max(len(row) for row in more), None)
+        device_memory.check(plan.row_shapes(), self.mesh, f"caches of {len(ids)} rows", times=len(ids))
+        empty = plan.init(len(ids), mesh=self.mesh)
+        return continuation.score(self.model, self.params, ids, more, empty, plan.how)
 
     def chat_session(
         self,
@@ -302,44 +334,25 @@ class LanguageModel:
     def _prompt_ids(self, prompts: request_lib.Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
         return request_lib.prompt_rows(prompts, lengths, encode=self.encode, vocab_size=self.config.vocab_size)
 
-    def _slots(self, needed: int, max_new_tokens: int, capacity: int | None) -> int:
-        """Returns the slots of a request's cache: ``capacity`` if it is enough, or what is needed."""
-        if capacity is None:
-            return capacity_for(needed)
-        capacity = request_lib.count("capacity", capacity, least=1)
-        if needed > capacity:
-            raise ValueError(
-                f"capacity: expected at least {needed} slots (prompt and {max_new_tokens} new tokens), got {capacity}; "
-                "raise the capacity, or shorten the prompt or the output"
-            )
-        return capacity
+    def _encode_continuation(self, text: str) -> list[int]:
+        return self._text_tokenizer().encode_literal(text, starts_text=False)
 
-    def _cache_init(self, batch_size: int, capacity: int, cache: config_lib.CacheConfig):
-        if not isinstance(cache, config_lib.CacheConfig):
-            raise TypeError(f"cache: expected a CacheConfig, got {type(cache).__name__}")
-        return functools.partial(
-            allocate.init_cache,
+    def _request_caches(
+        self, cache: config_lib.CacheConfig, ids: list[list[int]], max_new_tokens: int, capacity: int | None
+    ) -> cache_plan.CachePlan:
+        return cache_plan.plan(
             self.config,
             cache,
-            batch_size=batch_size,
-            capacity=capacity,
-            compute_dtype=self.model.dtype,
+            self.model.dtype,
+            longest_prompt=max(len(prompt) for prompt in ids),
+            max_new_tokens=max_new_tokens,
+            capacity=None if capacity is None else request_lib.count("capacity", capacity, least=1),
         )
 
     def _text_tokenizer(self) -> tokenizer_lib.Tokenizer:
         if self.tokenizer is None:
             raise ValueError("prompt: expected token ids, got text (these weights come without a tokenizer)")
         return self.tokenizer
-
-
-def capacity_for(num_tokens: int) -> int:
-    """Returns how many slots to allocate for ``num_tokens``: few sizes, so that few programs are compiled.
-
-    There are four sizes between a power of two and the next, and at least ``LEAST_CAPACITY`` slots.
-    """
-    least_power = 1 << (max(num_tokens, 1) - 1).bit_length()
-    step = max(least_power // 8, LEAST_CAPACITY)
-    return -(-num_tokens // step) * step
 
 
 def load(
@@ -379,11 +392,9 @@ def load(
     if not isinstance(source, str | pathlib.Path | checkpoint.Checkpoint) or not str(source) or "\0" in str(source):
         raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
-    put = None if device_mesh is None else functools.partial(placement.over_mesh, device_mesh)
-    if device_mesh is None and weight_layout == "auto" and dtype == "float32" and jax.default_backend() == "cpu":
-        put = placement.in_panels
+    placement = placement_lib.placement(device_mesh, is_packed=weight_layout == "auto" and dtype == "float32")
     opened = source if isinstance(source, checkpoint.Checkpoint) else checkpoint.open_checkpoint(source)
-    loaded = load_lib.load_opened(opened, dtype=dtype, placement=put)
+    loaded = load_lib.load_opened(opened, dtype=dtype, placement=placement)
     return LanguageModel(
         config=loaded.config,
         model=transformer.Transformer(loaded.config, backend=backend, dtype=dtype),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jdecode import command_line, config, config_file, ledger_report, plot_file, streaming
+from jdecode import command_line, config, config_file, eviction_arguments, ledger_report, plot_file, streaming
 from jdecode.parallel import known_devices
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ def build_parser() -> command_line.ArgumentParser:
     )
     group.add_argument("--page-len", metavar="Z", type=count(1), help="tokens a page, beside the layout paged")
     group.add_argument("--slack", metavar="N", type=count(), help="slots of a ring beyond its window")
+    eviction_arguments.add_arguments(group)
+    group.add_argument(
+        "--new-tokens", metavar="N", type=count(1), help="of the context, after the prompt, beside --eviction"
+    )
     group.add_argument("--window", metavar="W", type=count(1), help="what if every full layer had this window")
     group.add_argument("--sinks", metavar="N", type=count(), help="first tokens that stay (default 4)")
     group = parser.add_argument_group("devices")
@@ -128,14 +132,22 @@ def _cache(arguments: argparse.Namespace, base: config.CacheConfig) -> config.Ca
         "slack": arguments.slack,
         "page_len": arguments.page_len,
     }
-    if arguments.layout not in (None, "paged"):
-        base = dataclasses.replace(
-            base, page_len=None
-        )  # a config's pages are not those of the layout that was asked for
-    cache = dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+    if arguments.layout not in (None, "paged"):  # a config's pages are not those of another layout
+        base = dataclasses.replace(base, page_len=None)
+    given = {name: value for name, value in given.items() if value is not None}
+    cache = eviction_arguments.settings(arguments, dataclasses.replace(base, **given))
     if arguments.window is not None and cache.layout == "full":
         raise ValueError("--window: expected the layout auto, got full of the config; add --layout auto")
     return cache
+
+
+def _num_new(arguments: argparse.Namespace, cache: config.CacheConfig, usual: int) -> int:
+    """Returns the tokens after the prompt, for which a compressed cache has slots."""
+    if cache.eviction is None:
+        if arguments.new_tokens is not None:
+            raise ValueError("--new-tokens: acts on --eviction, and there is none; add one, or leave it out")
+        return 0
+    return usual if arguments.new_tokens is None else arguments.new_tokens
 
 
 def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
@@ -152,6 +164,10 @@ def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
     cache = _cache(arguments, run.cache)
     if arguments.slack and (cache.layout == "full" or all(layer.window is None for layer in model.layers)):
         raise ValueError("--slack: expected layers with windows, in rings, got none; leave it out, or add --window")
+    if cache.eviction is not None and all(layer.window is not None for layer in model.layers):
+        raise ValueError(
+            f"--eviction {cache.eviction}: expected layers without a window, got none; leave it out, or --window"
+        )
     plan = ledger.Plan(
         model=model,
         cache=cache,
@@ -159,6 +175,7 @@ def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
         capacity=arguments.context or model.max_positions,
         compute_dtype=_weight_dtype(arguments),
         mesh=arguments.mesh or run.mesh,
+        num_new=_num_new(arguments, cache, run.max_new_tokens),
     )
     return ledger_figures.Question(
         name=run.name,

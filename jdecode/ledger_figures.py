@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jdecode import cache_relief, language_model, step_cost
-from jdecode.cache import attention_work
+from jdecode.cache import attention_work, layout_ring
 from jdecode.cache import ledger as ledger_lib
 from jdecode.decode import prefill
 from jdecode.models import weight_bytes
@@ -62,6 +62,8 @@ def figures(question: Question) -> dict[str, Any]:
         "context": plan.capacity,
         "layout": plan.cache.layout,
         "slack": plan.cache.slack,
+        "eviction": plan.cache.eviction,
+        "budget": plan.cache.budget,
         "window": question.window,
         "sinks": question.num_sinks if question.window is not None else None,
         "kv_dtype": plan.dtype,
@@ -76,6 +78,7 @@ def figures(question: Question) -> dict[str, Any]:
             "bytes_a_request": _share(own.num_bytes, plan.batch_size),
             "device_bytes": own.device_bytes,
             "tpu_device_bytes": own.tiled_bytes,
+            "prompt_bytes": ledger_lib.prompt_bytes(plan),
         },
         "weights": {
             "parameters": weights.num_parameters,
@@ -197,7 +200,9 @@ def _notes(question: Question, own: ledger_lib.Ledger) -> list[str]:
             f"context: {plan.capacity:,} tokens are more than the {model.max_positions:,} that the model was trained "
             "for; the ledger counts them all the same"
         )
-    if any(layout.max_len is None for layout in cache.layouts):
+    if plan.cache.eviction is not None:
+        notes.append(_eviction_note(plan, own))
+    if any(isinstance(layout, layout_ring.RingLayout) for layout in cache.layouts):
         notes.append("ring: its slots are used again, so past them a token costs nothing there")
     with_window = [idx for layer, idx in zip(model.layers, cache.layout_idx, strict=True) if layer.window is not None]
     if question.window is not None and any(cache.layouts[idx].max_len is not None for idx in with_window):
@@ -221,6 +226,16 @@ def _notes(question: Question, own: ledger_lib.Ledger) -> list[str]:
     if question.memory is not None:
         notes.append("memory: logits, activations and the compiler's temporaries come on top of weights and cache")
     return notes
+
+
+def _eviction_note(plan: ledger_lib.Plan, own: ledger_lib.Ledger) -> str:
+    if not plan.is_compressed:
+        return f"eviction: the budget of {plan.cache.budget:,} holds all that it would keep, so every token is kept"
+    prompt, size = ledger_lib.prompt_bytes(plan), known_devices.size_text
+    return (
+        f"eviction: a prompt of {plan.longest_prompt:,} tokens is read into a cache of {size(prompt)} first; for a "
+        f"moment both stand side by side, {size(prompt + own.num_bytes)}"
+    )
 
 
 def _mesh_notes(plan: ledger_lib.Plan, own: ledger_lib.Ledger) -> list[str]:

@@ -36,12 +36,10 @@ def test_every_way(way, layout):
     assert all([way.shrinks, way.formula, way.costs, way.suits])
     for variant in own:
         if variant.plan is not None:
-            cache = allocate.init_cache(
-                variant.plan.model,
-                variant.plan.cache,
-                batch_size=B,
-                capacity=S,
-                compute_dtype=variant.plan.compute_dtype,
+            plan = variant.plan
+            init = functools.partial(allocate.init_compressed, num_new=plan.num_new)
+            cache = (init if plan.cache.eviction else allocate.init_cache)(
+                plan.model, plan.cache, batch_size=B, capacity=S, compute_dtype=plan.compute_dtype
             )
             assert variant.allocated_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.stores))
             if variant.plan.dtype in ("float32", "bfloat16", "float16"):  # others may have scales, beside the formula
@@ -122,6 +120,24 @@ def test_where_no_pages_are():
     spread = dataclasses.replace(question.plan, mesh=config_lib.MeshConfig(data=3))
     (only,) = variants("pages that rows share", dataclasses.replace(question, plan=spread))
     assert only.is_planned
+
+
+def test_evictions_by_hand():
+    own = variants("tokens evicted by attention", question_of())
+    slot = PLANNED // 50
+    # Rings of 4 and 6, and of the third layer all 40, a quarter and an eighth, or a quarter; of h2o 10 numbers of 4
+    # bytes for each of 3 rows beside it.
+    sizes = [50 * slot, 25 * slot, 20 * slot + 3 * 10 * 4]
+    assert [variant.formula_bytes for variant in own] == sizes
+    assert [variant.name for variant in own] == [
+        "every token",
+        "snapkv: 10 of the prompt and 5 new tokens",
+        "h2o: 10 tokens in all",
+    ]
+    planned = question_of(eviction="h2o", budget=10)
+    for way in cache_relief.WAYS:
+        if way.name != "attention by blocks":
+            assert [variant.is_planned for variant in way.variants(planned)].count(True) == 1, way.name
 
 
 def test_scores_are_not_held_at_once():

@@ -108,6 +108,23 @@ def test_every_flag_reaches_the_model(lm):
     }
 
 
+def test_what_the_cache_keeps(lm, tmp_path: pathlib.Path, capsys):
+    flags = ["--weights", "w", "--prompt", "a"]
+    assert generate.main([*flags, "--cache-budget", "64", "--eviction", "h2o"]) == 0
+    assert lm.asked("generate")["cache"] == config.CacheConfig(budget=64, eviction="h2o")
+    lm.calls.clear()
+    (tmp_path / "c.yaml").write_text("weights: w\ncache: {budget: 9, eviction: snapkv, num_recent: 2}\n")
+    assert generate.main(["--config", str(tmp_path / "c.yaml"), "--prompt", "a", "--cache-budget", "64"]) == 0
+    expected = config.CacheConfig(budget=64, eviction="snapkv", num_recent=2)
+    assert lm.asked("generate")["cache"] == expected
+    capsys.readouterr()
+    assert refused(capsys, *flags, "--eviction", "h2o") == (
+        "--eviction: expected --cache-budget beside it, got none; add it, or leave both out"
+    )
+    assert refused(capsys, *flags, "--cache-budget", "9").startswith("--cache-budget: expected --eviction beside it")
+    assert "expected a whole number from 2" in refused(capsys, *flags, "--eviction", "h2o", "--cache-budget", "1")
+
+
 def test_flag_wins_over_config_and_config_over_default(lm, tmp_path: pathlib.Path):
     (tmp_path / "c.yaml").write_text(
         "weights: from_config\nprompt: q\nmax_new_tokens: 5\nsampling: {temperature: 0.5, top_k: 3}\n"

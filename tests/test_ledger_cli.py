@@ -201,17 +201,39 @@ def test_notes(capsys):
     assert lines(capsys, "--config", "gqa_small.yaml", "--context", "1")[1].startswith("1 request of 1 tokens")
 
 
+def test_eviction(capsys):
+    flags = [*LLAMA, "--kv-dtype", "bfloat16", "--eviction", "snapkv", "--cache-budget", "1000", "--new-tokens", "96"]
+    report = run(capsys, *flags)
+    assert (report["eviction"], report["budget"]) == ("snapkv", 1000)
+    # 16 requests of 1,000 + 96 slots, and of 4,000 for a prompt; a table a layer of 32, and one for all.
+    cache = 16 * (131_072 * 1096 + 32 * 4 * 1096 + 4)
+    prompt = 16 * (131_072 * 4000 + 4 * 4000 + 4)
+    assert (report["cache"]["bytes"], report["cache"]["prompt_bytes"]) == (cache, prompt)
+    assert [line["layout"] for line in report["lines"]][:2] == ["kept(num_kept=1000, num_new=96)"] * 2
+    (note,) = [note for note in report["notes"] if note.startswith("eviction:")]
+    assert "a prompt of 4,000 tokens" in note and "7.81 GiB" in note and "9.96 GiB" in note
+    # A step reads all slots of a layer; a prefill all that a plain one does.
+    step, prefill = report["growth"][1]["decode_step"], report["growth"][1]["prefill"]
+    assert step["operations"] == 16 * 4 * 32 * 128 * 32 * 1096
+    assert prefill == run(capsys, *LLAMA, "--kv-dtype", "bfloat16")["growth"][1]["prefill"]
+    small = run(capsys, *LLAMA, "--eviction", "h2o", "--cache-budget", "4096")
+    assert [note for note in small["notes"] if "so every token is kept" in note]
+
+
 def test_compare_and_plot(tmp_path: pathlib.Path, capsys):
     plot = tmp_path / "memory.png"
     plot.write_bytes(b"an older picture")
     flags = [*LLAMA, "--weight-dtype", "bfloat16", "--memory", "80GB", "--compare"]
     report = run(capsys, *flags, "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    heads, dtypes, windows, attention = report["compare"]
+    heads, dtypes, windows, evictions, attention = report["compare"]
     assert [variant["factor"] for variant in heads["variants"]] == [0.25, 1, 2, 4, 8]
     assert [variant["allocated_bytes"] / 2**30 for variant in heads["variants"]] == [32, 8, 4, 2, 1]
     planned = [variant for way in report["compare"] for variant in way["variants"] if variant["is_planned"]]
-    assert len(planned) == 4 and [variant["requests"] for variant in planned] == [119, 119, 119, None]
+    assert len(planned) == 5 and [variant["requests"] for variant in planned] == [119, 119, 119, 119, None]
+    # 1,024 of 4,096 tokens and 512 new ones, or 1,024 with 4 bytes a slot beside 131,072 a token.
+    sizes = [16 * 131_072 * 1536, 16 * (131_072 + 32 * 4) * 1024]
+    assert [variant["formula_bytes"] for variant in evictions["variants"][1:]] == sizes
     assert {variant["name"]: variant["factor"] for variant in dtypes["variants"]}["float32"] == 0.5
     # A quarter of the context and four sinks, unless said.
     assert windows["variants"][-1]["formula_bytes"] == 16 * 131_072 * (1024 + 4)
@@ -241,6 +263,12 @@ def test_compare_and_plot(tmp_path: pathlib.Path, capsys):
         ([*LLAMA, "--memory", "14GiB", "--weight-dtype", "bfloat16"], "--memory 14GiB: expected at least 14.96 GiB"),
         ([*LLAMA, "--sinks", "4"], "--sinks: expected --window or --compare beside it"),
         ([*LLAMA, "--window", "9", "--layout", "full"], "--window: expected --layout auto"),
+        ([*LLAMA, "--eviction", "h2o"], "--eviction: expected --cache-budget beside it"),
+        (
+            [*LLAMA, "--eviction", "h2o", "--cache-budget", "9", "--window", "8"],
+            "--eviction h2o: expected layers without",
+        ),
+        ([*LLAMA, "--new-tokens", "9"], "--new-tokens: acts on --eviction, and there is none"),
         ([*LLAMA, "--slack", "4"], "--slack: expected layers with windows, in rings, got none"),
         ([*LLAMA, "--window", "0"], "argument --window: expected a whole number from 1"),
         ([*LLAMA, "--plot", "memory.svg"], "--plot memory.svg: expected a name that ends in .png"),

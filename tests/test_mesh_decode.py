@@ -100,3 +100,18 @@ def test_last_slot_of_a_spread_cache():
     golden = tiny_model.greedy("llama_gqa")
     assert tokens == [*golden, golden[0]]
     assert cache.max_len == 67
+
+
+@pytest.mark.parametrize("eviction", ["h2o", pytest.param("snapkv", marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
+def test_a_cache_that_keeps_a_part(eviction):
+    lm = load("llama_mha", 2, 4)
+    prompts = [*tiny_model.prompts("llama_mha"), tiny_model.prompts("llama_mha")[1]]
+    cache = config.CacheConfig(budget=12, eviction=eviction, num_recent=4)
+    on_mesh, spread = run(lm, prompts, cache=cache)
+    on_one_device, _ = run(tiny_model.load("llama_mha"), prompts, cache=cache)
+    assert on_mesh == on_one_device != tiny_model.greedy("llama_mha")
+    data_BSX = spread.stores[0].keys.data_BSX  # pyright: ignore[reportAttributeAccessIssue]
+    assert shard_shape(data_BSX) == (2, data_BSX.shape[1], data_BSX.shape[2] // 4)
+    # Tables too: a row's bookkeeping lies where its keys do.
+    assert all(shard_shape(position_BS)[0] == 2 for position_BS in spread.positions)

@@ -157,5 +157,6 @@ def fill_unused(cache: kv_cache.KVCache, value: float, *, is_unused) -> kv_cache
     for store, layout_idx in zip(cache.stores, cache.layout_idx, strict=True):
         position_BS, length_B1 = np.asarray(cache.positions[layout_idx]), np.asarray(cache.length_B)[:, None]
         unused_BS = jnp.asarray(is_unused(position_BS, length_B1))
-        stores.append(kv_cache.LayerStore(keys=fill(store.keys, unused_BS), values=fill(store.values, unused_BS)))
+        changed = {"keys": fill(store.keys, unused_BS), "values": fill(store.values, unused_BS)}
+        stores.append(dataclasses.replace(store, **changed))
     return dataclasses.replace(cache, stores=tuple(stores))

@@ -1,6 +1,7 @@
 """From configurations to an empty cache."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,16 @@ from jdecode import config as config_lib
 from jdecode import shapes
 from jdecode.attention import visibility
 from jdecode.cache import codec as codec_lib
-from jdecode.cache import codec_plain, codec_token, kv_cache, layout, layout_full, layout_paged, layout_ring
+from jdecode.cache import (
+    codec_plain,
+    codec_token,
+    compress,
+    kv_cache,
+    layout,
+    layout_full,
+    layout_paged,
+    layout_ring,
+)
 from jdecode.parallel import rules
 
 PAGE_LEN = 64
@@ -28,13 +38,15 @@ def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheCo
     return layout_full.FullLayout(capacity=capacity)
 
 
-def make_codec(cache_config: config_lib.CacheConfig, compute_dtype: str, platform: str) -> codec_lib.KVCodec:
-    """Returns how keys and values are stored on a platform (``"cpu"``, ``"tpu"``, ``"gpu"``)."""
+def make_codec(
+    cache_config: config_lib.CacheConfig, compute_dtype: str, platform: str | None = None
+) -> codec_lib.KVCodec:
+    """Returns how keys and values are stored on a platform (``"cpu"``, ``"tpu"``, ``"gpu"``; ``None``: the default)."""
     dtype = compute_dtype if cache_config.dtype == "auto" else cache_config.dtype
     if dtype in codec_token.STORED:
         token = functools.partial(codec_token.TokenCodec, name=dtype, dtype=compute_dtype)
         return codec_lib.KVCodec(keys=token(rotates=True), values=token(rotates=False))
-    plain = codec_plain.PlainCodec(dtype=dtype, holds_bits=platform == "cpu")
+    plain = codec_plain.PlainCodec(dtype=dtype, holds_bits=(platform or jax.default_backend()) == "cpu")
     return codec_lib.KVCodec(keys=plain, values=plain)
 
 
@@ -48,8 +60,9 @@ def init_cache(
     mesh: jax.sharding.Mesh | None = None,
     platform: str | None = None,
     num_pages: int | None = None,
+    prompt_capacity: int | None = None,
 ) -> kv_cache.KVCache:
-    """Allocates an empty cache.
+    """Allocates an empty cache that keeps every token.
 
     Args:
       batch_size: B.
@@ -59,39 +72,104 @@ def init_cache(
       platform: on which programs with the cache will run; ``None`` for the default one.
       num_pages: P, of the pools of layers with pages. Their columns have no page then: ``kv_cache.with_pages`` gives
         them one before it is written. ``None`` gives every column its own.
+      prompt_capacity: slots of the layers without a window, where the cache is compressed after a prompt of so many
+        tokens; ``None`` for ``capacity``.
 
     Raises:
-      ValueError: a size is under 1; ``num_pages`` where no layer has pages; or pages on a mesh that splits rows.
+      ValueError: a size is under 1; ``num_pages`` where no layer has pages; pages on a mesh that splits rows; or the
+        config evicts tokens: see ``init_compressed``.
     """
+    if cache_config.eviction is not None:
+        raise ValueError(
+            f"cache eviction: expected none (a cache is compressed after its prompt), got {cache_config.eviction}; "
+            "use lm.generate, or leave the eviction out"
+        )
+    full = capacity if prompt_capacity is None else prompt_capacity
+    layouts = [
+        layer_layout(layer, cache_config, full if layer.window is None else capacity) for layer in model_config.layers
+    ]
+    codec = make_codec(cache_config, compute_dtype, platform)
+    return _init(model_config, codec, layouts, batch_size=batch_size, capacity=capacity, mesh=mesh, num_pages=num_pages)
+
+
+def init_compressed(
+    model_config: config_lib.ModelConfig,
+    cache_config: config_lib.CacheConfig,
+    *,
+    batch_size: int,
+    capacity: int,
+    num_new: int,
+    compute_dtype: str,
+    mesh: jax.sharding.Mesh | None = None,
+    platform: str | None = None,
+) -> kv_cache.KVCache:
+    """Allocates an empty cache of the form that ``compress.compress`` gives.
+
+    With ``h2o`` it may be fed in blocks of up to the budget. With ``snapkv`` it can be filled by compression alone.
+
+    Args:
+      capacity: the longest text, for layers with a window.
+      num_new: the most tokens that come after a prompt.
+      The others are those of ``init_cache``.
+
+    Raises:
+      ValueError: a size is under 1, or the config evicts nothing.
+    """
+    how = compress.compression(cache_config, num_new)
+    if how is None:
+        raise ValueError("cache eviction: expected snapkv or h2o, got none; use init_cache")
+    if how.num_new is not None and how.num_new < 1:
+        raise ValueError(f"num_new: expected a count of at least 1, got {how.num_new}")
+    plain, full = cache_config.without_eviction(), compress.full_layers(model_config)
+    layouts = [
+        how.layout(idx) if idx in full else layer_layout(layer, plain, capacity)
+        for idx, layer in enumerate(model_config.layers)
+    ]
+    codec = make_codec(plain, compute_dtype, platform)
+    counting = full if how.is_lasting else ()
+    return _init(model_config, codec, layouts, batch_size=batch_size, capacity=capacity, mesh=mesh, counting=counting)
+
+
+def _init(
+    model_config: config_lib.ModelConfig,
+    codec: codec_lib.KVCodec,
+    layer_layouts: Sequence[layout.AnyLayout],
+    *,
+    batch_size: int,
+    capacity: int,
+    mesh: jax.sharding.Mesh | None,
+    num_pages: int | None = None,
+    counting: Sequence[int] = (),
+) -> kv_cache.KVCache:
+    """Allocates a cache with the given layout for each layer; those ``counting`` count the attention of their slots."""
     for name, value in (("batch_size", batch_size), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"{name}: expected a count of at least 1, got {value}")
-    codec = make_codec(cache_config, compute_dtype, platform or jax.default_backend())
-    layer_layouts = [layer_layout(layer, cache_config, capacity) for layer in model_config.layers]
     layouts = tuple(dict.fromkeys(layer_layouts))
     paged = next((own for own in layouts if isinstance(own, layout_paged.PagedLayout)), None)
     _check_pages(paged, num_pages, mesh)
 
-    def table(shape: tuple[int, ...], filler: int):
+    def table(shape: tuple[int, ...], filler: int, dtype: str = "int32"):
         device = None if mesh is None else rules.sharding(mesh, ("batch", None)[: len(shape)], shape)
-        return jnp.full(shape, filler, jnp.int32, device=device)
+        return jnp.full(shape, filler, dtype, device=device)
+
+    def store(idx: int, own: layout.AnyLayout) -> kv_cache.LayerStore:
+        B, S, heads = batch_size, own.capacity, (model_config.num_kv_heads, model_config.head_dim)
+        if isinstance(own, layout_paged.PagedLayout):
+            B, S = num_pages or batch_size * own.num_columns, own.page_len
+        return kv_cache.LayerStore(
+            keys=codec.keys.init(B, S, *heads, mesh),
+            values=codec.values.init(B, S, *heads, mesh),
+            received_BS=table((B, S), 0, "float32") if idx in counting else None,
+        )
 
     pages_BC = shared_B = None
     if paged is not None:
         pages_BC, shared_B = table((batch_size, paged.num_columns), num_pages or 0), table((batch_size,), 0)
         if num_pages is None:
             pages_BC = pages_BC + jnp.arange(pages_BC.size).reshape(pages_BC.shape)
-
-    def store(own: layout.Layout) -> kv_cache.LayerStore:
-        B, S, heads = batch_size, own.capacity, (model_config.num_kv_heads, model_config.head_dim)
-        if isinstance(own, layout_paged.PagedLayout):
-            B, S = num_pages or batch_size * own.num_columns, own.page_len
-        return kv_cache.LayerStore(
-            keys=codec.keys.init(B, S, *heads, mesh), values=codec.values.init(B, S, *heads, mesh)
-        )
-
     return kv_cache.KVCache(
-        stores=tuple(map(store, layer_layouts)),
+        stores=tuple(store(idx, own) for idx, own in enumerate(layer_layouts)),
         positions=tuple(table((batch_size, own.capacity), int(visibility.EMPTY)) for own in layouts),
         length_B=table((batch_size,), 0),
         pages_BC=pages_BC,

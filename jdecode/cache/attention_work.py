@@ -6,7 +6,8 @@ heads: ``4 · N · H`` operations. So a decode step is linear in the context and
 window they are constant and linear.
 
 Bytes are those of the slots that hold something a query may see, read once a step, or once a chunk of a prefill. What
-is left out: the rest of a block of 256 slots, the softmax, and products with weights.
+is left out: the rest of a block of 256 slots, the softmax, products with weights, and the second look at the keys of a
+layer that counts the attention of its slots (``attention.received``).
 """
 
 import collections
@@ -37,7 +38,11 @@ def decode_step(plan: ledger_lib.Plan) -> Work:
 
 
 def prefill(plan: ledger_lib.Plan, chunk_len: int) -> Work:
-    """Counts a prefill of ``plan.capacity`` tokens a row, in chunks of ``chunk_len``."""
+    """Counts a prefill of ``plan.capacity`` tokens a row, in chunks of ``chunk_len``.
+
+    Nothing is evicted before its end.
+    """
+    plan = dataclasses.replace(plan, cache=plan.cache.without_eviction())
     starts = range(0, plan.capacity, chunk_len)
     return _work(plan, [(start, min(chunk_len, plan.capacity - start)) for start in starts])
 
@@ -50,7 +55,10 @@ def _work(plan: ledger_lib.Plan, blocks: Sequence[tuple[int, int]]) -> Work:
     first, end = blocks[0][0], sum(blocks[-1])
     pairs = slot_bytes = 0
     for (layer, layout_idx), count in kinds.items():
-        pairs += count * (_pairs(layer, end) - _pairs(layer, first))
+        own_pairs = _pairs(layer, end) - _pairs(layer, first)
+        if isinstance(cache.layouts[layout_idx], layout.PlacingLayout):
+            own_pairs = min(own_pairs, (end - first) * cache.layouts[layout_idx].capacity)
+        pairs += count * own_pairs
         slots = sum(_slots_read(cache.layouts[layout_idx], layer, *block) for block in blocks)
         row_bytes = ledger_lib.layer_row_bytes(cache, cache.layout_idx.index(layout_idx))
         slot_bytes += count * row_bytes * slots // cache.layouts[layout_idx].capacity
@@ -72,7 +80,7 @@ def _bounded_sum(count: int, bound: int) -> int:
     return rising * (rising + 1) // 2 + (count - rising) * bound
 
 
-def _slots_read(own: layout.Layout, layer: config_lib.LayerConfig, start: int, block_len: int) -> int:
+def _slots_read(own: layout.AnyLayout, layer: config_lib.LayerConfig, start: int, block_len: int) -> int:
     """Returns the slots that a block reads of one layer and row, the block's own among them."""
     held = start + block_len
     if own.max_len is None:  # slots are used again

@@ -41,6 +41,13 @@ class RowCodec(Protocol):
         """
         ...
 
+    def gather(self, rows: Any, slot_BX: jax.Array) -> Any:
+        """Returns rows whose slot x holds, bit for bit, what slot ``slot_BX[b, x]`` (int32, none negative) holds.
+
+        A slot past the last stands for an empty one.
+        """
+        ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCodec:

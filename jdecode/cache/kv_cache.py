@@ -7,6 +7,7 @@ A block of T tokens passes through a cache in three steps::
 
     block = open_block(cache, T, num_tokens_B)              positions, slots, the position tables after the block
     stored, segments = layer(cache, block, i).append(k, v)  once a layer; attention runs over the segments
+    stored = layer(cache, block, i).observe(stored, q, …)   and is counted, where the cache keeps by it
     cache = close_block(cache, block, [stored, ...])        the cache after the block
 
 ``append`` writes the block and lets it attend over the written cache where that is safe. A block too long for a ring
@@ -24,13 +25,14 @@ positions and its mask are those of a full layout, and only what reads or writes
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdecode.attention import received, visibility
 from jdecode.attention import segment as segment_lib
-from jdecode.attention import visibility
 from jdecode.cache import codec as codec_lib
 from jdecode.cache import layout as layout_lib
 from jdecode.cache import layout_paged, page_forks, page_pool, paged_rows
@@ -40,10 +42,17 @@ from jdecode.cache import slots as slots_lib
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStore:
-    """The rows of one layer, or its pools."""
+    """The rows of one layer, or its pools.
+
+    Attributes:
+      keys, values: of each slot.
+      received_BS: float32, the attention that each slot got so far, summed over queries and heads; ``None`` where
+        nobody counts it.
+    """
 
     keys: codec_lib.StoredRows
     values: codec_lib.StoredRows
+    received_BS: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +78,7 @@ class KVCache:
     length_B: jax.Array
     pages_BC: jax.Array | None = None
     shared_B: jax.Array | None = None
-    layouts: tuple[layout_lib.Layout, ...] = dataclasses.field(metadata={"static": True})
+    layouts: tuple[layout_lib.AnyLayout, ...] = dataclasses.field(metadata={"static": True})
     layout_idx: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     codec: codec_lib.KVCodec = dataclasses.field(metadata={"static": True})
 
@@ -154,13 +163,18 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
     """
     position_BT, stored_position_BT, length_B = _block_positions(cache.length_B, block_len, num_tokens_B)
     slots, positions = [], []
-    for layout, position_BS in zip(cache.layouts, cache.positions, strict=True):
-        written_BT = (stored_position_BT != visibility.EMPTY) & layout.survives(position_BT, length_B[:, None])
+    for idx, (layout, position_BS) in enumerate(zip(cache.layouts, cache.positions, strict=True)):
+        written_BT = stored_position_BT != visibility.EMPTY
+        if isinstance(layout, layout_lib.PlacingLayout):
+            slot_BT = layout.place(position_BT, length_B, position_BS, _received(cache, idx))
+        else:
+            slot_BT = layout.slot(position_BT)
+            written_BT &= layout.survives(position_BT, length_B[:, None])
         if cache.shared_B is not None and layout is cache.paged_layout:
             written_BT &= position_BT >= cache.shared_B[:, None]
         # Past the last slot, and distinct: such writes are dropped. (Clamping or -1 would hit a live slot.)
         dropped_BT = layout.capacity + jnp.broadcast_to(jnp.arange(block_len, dtype=jnp.int32), position_BT.shape)
-        slot_BT = jnp.where(written_BT, layout.slot(position_BT), dropped_BT)
+        slot_BT = jnp.where(written_BT, slot_BT, dropped_BT)
         slots.append(slot_BT)
         positions.append(slots_lib.scatter(position_BS, slot_BT, stored_position_BT))
     return Block(
@@ -170,6 +184,12 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
         slots=tuple(slots),
         positions=tuple(positions),
     )
+
+
+def _received(cache: KVCache, idx: int) -> jax.Array | None:
+    """Returns the attention that the slots of the layer of a layout got."""
+    own = [store.received_BS for store, of in zip(cache.stores, cache.layout_idx, strict=True) if of == idx]
+    return own[0] if own else None
 
 
 def open_block_without_cache(batch_size: int, block_len: int, num_tokens_B: jax.Array | None) -> Block:
@@ -215,6 +235,7 @@ class CachedLayer:
         new = LayerStore(
             keys=cache.write(self.layer_idx, codec.keys, old.keys, block.slots[idx], fresh.keys),
             values=cache.write(self.layer_idx, codec.values, old.values, block.slots[idx], fresh.values),
+            received_BS=_with_zeros(old.received_BS, block.slots[idx]),
         )
         if block_len <= layout.max_block_len:
             return new, (self._stored_segment(new, block.positions[idx], block.length_B),)
@@ -233,7 +254,9 @@ class CachedLayer:
 
     def _stored_segment(self, store: LayerStore, position_BS: jax.Array, length_B: jax.Array) -> segment_lib.Segment:
         layout = self.cache.layouts[self.cache.layout_idx[self.layer_idx]]
-        first_slot = jnp.int32(0)
+        first_slot, end_slot = jnp.int32(0), jnp.minimum(length_B.max(), layout.capacity)
+        if isinstance(layout, layout_lib.PlacingLayout):
+            end_slot = slots_lib.end_of_held(position_BS)
         if self.window is not None and not self.num_sinks and layout.max_len is not None:
             # Slots in the order of positions: those before the window of every row need not be read.
             first_slot = jnp.maximum(self.block.position_BT[:, 0].min() - (self.window - 1), 0)
@@ -242,8 +265,31 @@ class CachedLayer:
             values=self.cache.rows(self.layer_idx, store.values),
             position_BS=position_BS,
             first_slot=first_slot,
-            end_slot=jnp.minimum(length_B.max(), layout.capacity),
+            end_slot=end_slot,
         )
+
+    def observe(
+        self, store: LayerStore | None, q_BTNH: jax.Array, segments: Sequence[segment_lib.Segment], **attention: Any
+    ) -> LayerStore:
+        """Adds the attention that the block's queries pay to each slot, where the layer counts it.
+
+        Args:
+          store, segments: of ``append``.
+          q_BTNH: the block's queries.
+          attention: ``scale`` and the others of ``attention.reference.attend``.
+        """
+        assert store is not None  # as ``append`` gave it
+        if store.received_BS is None:
+            return store
+        (segment,) = segments  # a layer that counts writes first and attends then, whatever the block
+        real_BT = self.block.stored_position_BT != visibility.EMPTY
+        more_BS = received.received(q_BTNH, self.block.position_BT, real_BT, segment, **attention)
+        return dataclasses.replace(store, received_BS=store.received_BS + more_BS)
+
+
+def _with_zeros(received_BS: jax.Array | None, slot_BT: jax.Array) -> jax.Array | None:
+    """Forgets what those got whose slots are written."""
+    return None if received_BS is None else slots_lib.scatter(received_BS, slot_BT, jnp.zeros(slot_BT.shape))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,10 +302,33 @@ class UncachedLayer:
         """Returns the block as the only segment."""
         return None, (segment_lib.whole_segment(k_BTKH, v_BTKH, self.block.stored_position_BT, is_block=True),)
 
+    def observe(
+        self, store: LayerStore | None, q_BTNH: jax.Array, segments: Sequence[segment_lib.Segment], **attention: Any
+    ) -> None:
+        """Has no slots that could count."""
+        del store, q_BTNH, segments, attention
+
 
 def close_block(cache: KVCache, block: Block, stores: Sequence[LayerStore]) -> KVCache:
     """Returns the cache after a block, given each layer's rows after it."""
     return dataclasses.replace(cache, stores=tuple(stores), positions=block.positions, length_B=block.length_B)
+
+
+def longest(cache: KVCache) -> jax.Array | None:
+    """Returns the longest text that each row can hold, in tokens, int32 (B,); ``None`` for no bound."""
+    bounds = [jnp.full(cache.batch_size, cache.max_len)] if cache.max_len is not None else []
+    for layout, position_BS in zip(cache.layouts, cache.positions, strict=True):
+        if isinstance(layout, layout_lib.PlacingLayout):
+            bounds += [bound_B for bound_B in [layout.longest(position_BS)] if bound_B is not None]
+    return functools.reduce(jnp.minimum, bounds) if bounds else None
+
+
+def num_evicted(cache: KVCache) -> jax.Array:
+    """Counts the tokens of each row that a layer which keeps a part no longer holds: int32 (B,); 0 where none does."""
+    for layout, position_BS in zip(cache.layouts, cache.positions, strict=True):
+        if isinstance(layout, layout_lib.PlacingLayout):  # layers keep other tokens, but as many of them
+            return cache.length_B - jnp.sum(position_BS < cache.length_B[:, None], axis=1)
+    return jnp.zeros_like(cache.length_B)
 
 
 def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:

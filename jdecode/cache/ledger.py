@@ -8,7 +8,8 @@ Two predictions stand beside each other, each made without the other:
 * *formula*: the closed form, for what the configuration alone decides::
 
       keys and values    2 · L · B · S · K · H · b     L layers of one layout, its S slots a row, b bytes a number
-      positions          4 · B · S                     an int32 a slot, once a layout
+      positions          4 · B · S                     an int32 a slot, once a layout (once a layer that evicts)
+      received           4 · L · B · S                 a float32 a slot, in layers that evict as they go (h2o)
       length             4 · B                         an int32 a row
       pages              4 · B · C                     where slots lie in pages: an int32 a column
       shared             4 · B                         beside them: an int32 a row
@@ -24,13 +25,14 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 
 from jdecode import config as config_lib
 from jdecode import shapes
-from jdecode.cache import allocate, kv_cache, layout
+from jdecode.cache import allocate, compress, kv_cache, layout
 from jdecode.parallel import mesh as mesh_lib
 
 POSITION_BYTES = 4
@@ -51,6 +53,8 @@ class Plan:
       capacity: the longest text that a row must hold, in tokens.
       compute_dtype: stored dtype where ``cache.dtype`` is ``"auto"``.
       mesh: the devices that it is spread over.
+      num_new: of the capacity, the tokens that come after the prompt; a cache that evicts has slots for them (see
+        ``compress``), other caches do not ask.
     """
 
     model: config_lib.ModelConfig
@@ -59,6 +63,18 @@ class Plan:
     capacity: int
     compute_dtype: str
     mesh: config_lib.MeshConfig = config_lib.MeshConfig()
+    num_new: int = 0
+
+    @property
+    def longest_prompt(self) -> int:
+        """The tokens of the longest prompt."""
+        return max(self.capacity - self.num_new, 1)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the cache evicts anything of such a text."""
+        how = compress.compression(self.cache, self.num_new)
+        return how is not None and how.acts(self.longest_prompt, self.num_new)
 
     @property
     def dtype(self) -> str:
@@ -148,22 +164,35 @@ def abstract_cache(plan: Plan, num_pages: int | None = None) -> kv_cache.KVCache
     """Returns the cache with shapes, dtypes and, on a mesh of several devices, shardings instead of arrays.
 
     Args:
-      num_pages: see ``allocate.init_cache``.
+      num_pages: see ``allocate.init_cache``; acts on layers with pages.
     """
+    if not plan.is_compressed:
+        return jax.eval_shape(_init(allocate.init_cache, plan, plan.cache.without_eviction(), num_pages=num_pages))
+    return jax.eval_shape(_init(allocate.init_compressed, plan, plan.cache, num_new=plan.num_new))
+
+
+def prompt_bytes(plan: Plan) -> int:
+    """Returns the bytes of the cache into which prompts are read; where it is compressed, both stand side by side."""
+    if not plan.is_compressed:
+        return ledger(plan).num_bytes
+    init = _init(allocate.init_cache, plan, plan.cache.without_eviction(), prompt_capacity=plan.longest_prompt)
+    return sum(map(leaf_bytes, jax.tree.leaves(jax.eval_shape(init))))
+
+
+def _init(init: Callable[..., kv_cache.KVCache], plan: Plan, cache: config_lib.CacheConfig, **more: int | None):
     is_spread = plan.mesh.data * plan.mesh.model > 1
     # Only the shape of the mesh is read, so no device needs to be there.
     mesh = cast(jax.sharding.Mesh, mesh_lib.abstract_mesh(plan.mesh)) if is_spread else None
-    init = functools.partial(
-        allocate.init_cache,
+    return functools.partial(
+        init,
         plan.model,
-        plan.cache,
+        cache,
         batch_size=plan.batch_size,
         capacity=plan.capacity,
         compute_dtype=plan.compute_dtype,
         mesh=mesh,
-        num_pages=num_pages,
+        **more,
     )
-    return jax.eval_shape(init)
 
 
 def ledger(plan: Plan) -> Ledger:
@@ -176,16 +205,19 @@ def ledger(plan: Plan) -> Ledger:
     groups: dict[Any, list[tuple[_Place, Any]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
         place = _place(cache, path)
-        like = (place.part, place.layout_idx, place.array, leaf.shape, leaf.dtype, _split(leaf))
+        own = None if place.layout_idx is None else cache.layouts[place.layout_idx]
+        like = (place.part, own and (layout_name(own), own.capacity), place.array, leaf.shape, leaf.dtype, _split(leaf))
         groups.setdefault(like, []).append((place, leaf))
     return Ledger(plan=plan, lines=tuple(_line(plan, cache, members) for members in groups.values()))
 
 
-def layout_name(own: layout.Layout) -> str:
+def layout_name(own: layout.AnyLayout) -> str:
     """Names a layout and what it was made with, but for its capacity: ``full``, ``ring(window=64)``."""
     name = type(own).__name__.removesuffix("Layout").lower()
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(cast(Any, own))}
-    words = [f"{key}={value}" for key, value in fields.items() if key != "capacity" and value not in (0, None)]
+    # Nor the layer that a layout belongs to: like ones of several layers share a line.
+    left_out = ("capacity", "layer")
+    words = [f"{key}={value}" for key, value in fields.items() if key not in left_out and value not in (0, None)]
     return f"{name}({', '.join(words)})" if words else name
 
 
@@ -255,7 +287,7 @@ def _place(cache: kv_cache.KVCache, path: tuple[Any, ...]) -> _Place:
             array=name(path[3:]),
             layout_idx=cache.layout_idx[layer],
             layer_idx=layer,
-            side=path[2].name,
+            side=name(path[2:3]),
         )
     if part == "positions":
         return _Place(part=part, array=part, layout_idx=path[1].idx)
@@ -292,20 +324,22 @@ def _line(plan: Plan, cache: kv_cache.KVCache, members: list[tuple[_Place, Any]]
     own = None if place.layout_idx is None else cache.layouts[place.layout_idx]
     sides = list(dict.fromkeys(member.side for member, _ in members))
     num_slots = 0 if own is None else own.capacity
+    num_layers = len({member.layer_idx for member, _ in members if member.layer_idx is not None})
     factors: tuple[int, ...] | None = None
     bits = 8 * POSITION_BYTES
     if place.part == "stores":
         name = " and ".join(sides)
         if _is_numbers(cache, place, leaf):
-            num_layers = cache.layout_idx.count(cast(int, place.layout_idx))
             shape = (plan.batch_size, num_slots, plan.model.num_kv_heads, plan.model.head_dim)
             factors, bits = (len(sides), num_layers, *shape), number_bits(plan.dtype)
+        elif place.side == "received":
+            factors = (num_layers, plan.batch_size, num_slots)
         else:
             name = ": ".join(filter(None, (name, place.array)))
     else:
         name = place.array
         if place.part == "positions":
-            factors = (plan.batch_size, num_slots)
+            factors = (len(members), plan.batch_size, num_slots)[len(members) == 1 :]
         elif place.part == "pages_BC" and cache.paged_layout is not None:
             factors = (plan.batch_size, cache.paged_layout.num_columns)
         elif place.part in ("length_B", "shared_B"):
@@ -314,7 +348,7 @@ def _line(plan: Plan, cache: kv_cache.KVCache, members: list[tuple[_Place, Any]]
     return Line(
         name=name,
         layout="" if own is None else layout_name(own),
-        num_layers=len({member.layer_idx for member, _ in members if member.layer_idx is not None}),
+        num_layers=num_layers,
         num_slots=num_slots,
         is_stored=place.part == "stores",
         num_bytes=sum(leaf_bytes(leaf) for _, leaf in members),

@@ -83,15 +83,17 @@ def check_room(cache: kv_cache.KVCache, num_tokens: Sequence[int]) -> None:
     """Refuses what would run past the cache's last slot.
 
     Raises:
-      ValueError: some row would be longer than ``cache.max_len`` tokens.
+      ValueError: some row would be longer than its slots allow.
     """
-    if cache.max_len is None:
+    longest_B = kv_cache.longest(cache)
+    if longest_B is None:
         return
-    for row, (held, more) in enumerate(zip(np.asarray(cache.length_B), num_tokens, strict=True)):
-        if held + more > cache.max_len:
+    rows = zip(np.asarray(cache.length_B), num_tokens, np.asarray(longest_B), strict=True)
+    for row, (held, more, longest) in enumerate(rows):
+        if held + more > longest:
             raise ValueError(
                 f"capacity: expected room for {held + more} tokens in row {row} ({held} held, {more} more), got "
-                f"{cache.max_len} slots; raise the capacity, or shorten the prompt or the output"
+                f"{longest} slots; raise the capacity, or shorten the prompt or the output"
             )
 
 
@@ -116,7 +118,7 @@ def prefill(
     Raises:
       ValueError: a prompt is empty or does not fit, or the number of rows is not the cache's.
     """
-    _check_prompts(prompts, cache)
+    check_prompts(prompts, cache)
     logits_BV = jnp.zeros((len(prompts), model.config.vocab_size), jnp.float32)
     for tokens_BT, num_tokens_B in chunks(prompts, chunk_len):
         cache, logits_BV = prefill_chunk(
@@ -143,9 +145,8 @@ def score(
     Raises:
       ValueError: as ``prefill``.
     """
-    _check_prompts(rows, cache)
-    most = max(SCORES_IN_MEMORY // (len(rows) * model.config.vocab_size), LEAST_CHUNK_LEN)
-    chunk_len = min(CHUNK_LEN, shapes.power_of_two_at_least(most + 1) // 2)
+    check_prompts(rows, cache)
+    chunk_len = score_chunk_len(len(rows), model)
     # A row's last token has no target; any id stands in, and its score is cut off below.
     targets = [[*row[1:], PADDING_TOKEN] for row in rows]
     scores = []
@@ -159,7 +160,18 @@ def score(
     return [whole[row, : len(ids) - 1] for row, ids in enumerate(rows)]
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], cache: kv_cache.KVCache) -> None:
+def score_chunk_len(num_rows: int, model: transformer.Transformer) -> int:
+    """Returns how many tokens ``score_chunk`` should get at once."""
+    most = max(SCORES_IN_MEMORY // (num_rows * model.config.vocab_size), LEAST_CHUNK_LEN)
+    return min(CHUNK_LEN, shapes.power_of_two_at_least(most + 1) // 2)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], cache: kv_cache.KVCache) -> None:
+    """Refuses prompts that are not one a row of the cache, are empty, or do not fit.
+
+    Raises:
+      ValueError: see above.
+    """
     if len(prompts) != cache.batch_size:
         raise ValueError(f"prompts: expected {cache.batch_size}, one for each row of the cache, got {len(prompts)}")
     for row, prompt in enumerate(prompts):

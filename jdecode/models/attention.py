@@ -37,16 +37,15 @@ class Attention(nn.Module):
             q_BTNH = rotary.rotate(q_BTNH, position_BT, layer.rope)
             k_BTKH = rotary.rotate(k_BTKH, position_BT, layer.rope)
         store, segments = view.append(k_BTKH, v_BTKH)
-        out_BTNH = select.backend(self.backend)(
-            q_BTNH,
-            position_BT,
-            sinks.inside_cache(segments, position_BT, layer),
-            scale=config.attention_scale,
-            window=layer.window,
-            num_sinks=layer.num_sinks,
-            soft_cap=config.attention_soft_cap,
-        )
+        choices = {
+            "scale": config.attention_scale,
+            "window": layer.window,
+            "num_sinks": layer.num_sinks,
+            "soft_cap": config.attention_soft_cap,
+        }
+        seen = sinks.inside_cache(segments, position_BT, layer)
+        out_BTNH = select.backend(self.backend)(q_BTNH, position_BT, seen, **choices)
         output = linear.Linear(
             (D,), (N, H), ("embed", "heads", "head_dim"), config.output_bias, self.dtype, name="output"
         )
-        return output(out_BTNH), store
+        return output(out_BTNH), view.observe(store, q_BTNH, segments, **choices)

@@ -1,4 +1,6 @@
-"""Where parameters go as they are read: over the devices of a mesh, or into the panels of a CPU."""
+"""Where loaded weights go: onto the devices of a mesh, into panels, or as they are."""
+
+import functools
 
 import jax
 import numpy as np
@@ -9,8 +11,19 @@ from jdecode.parallel import rules
 from jdecode.weights import load
 
 
-def over_mesh(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load.Put:
-    """Splits parameters along the axes of a mesh."""
+def placement(mesh: jax.sharding.Mesh | None, *, is_packed: bool):
+    """Returns the placement for ``load.load_opened``, ``None`` for none.
+
+    Args:
+      mesh: the devices to spread weights over; ``None`` for the default one.
+      is_packed: bring weights into ``models.panels`` where there is no mesh and the device is a CPU.
+    """
+    if mesh is not None:
+        return functools.partial(_mesh_placement, mesh)
+    return _panel_placement if is_packed and jax.default_backend() == "cpu" else None
+
+
+def _mesh_placement(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load.Put:
     axes = parameter_axes.parameter_axes(config)
 
     def put(path: str, array: np.ndarray) -> jax.Array:
@@ -19,8 +32,7 @@ def over_mesh(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load.P
     return put
 
 
-def in_panels(config: config_lib.ModelConfig) -> load.Put:
-    """Packs the matrices that ``models.panels`` knows; the rest stays as it is."""
+def _panel_placement(config: config_lib.ModelConfig) -> load.Put:
     del config
 
     def put(path: str, array: np.ndarray) -> jax.Array | panels.Panels:

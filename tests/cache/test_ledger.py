@@ -1,6 +1,7 @@
 """The ledger's lines beside what is really allocated, what the compiler states, and arithmetic by hand."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ B, CAPACITY = 5, 19
 
 def plan_of(model: config_lib.ModelConfig = MIXED, **changes: Any) -> ledger.Plan:
     """Returns a plan of five rows of 19 tokens in bfloat16."""
-    cache = {name: changes.pop(name) for name in ("layout", "dtype", "slack", "page_len") if name in changes}
+    names = [field.name for field in dataclasses.fields(config_lib.CacheConfig)]
+    cache = {name: changes.pop(name) for name in names if name in changes}
     plan = ledger.Plan(
         model=model,
         cache=config_lib.CacheConfig(**cache),
@@ -35,7 +37,8 @@ def plan_of(model: config_lib.ModelConfig = MIXED, **changes: Any) -> ledger.Pla
 def allocated(plan: ledger.Plan) -> kv_cache.KVCache:
     """Allocates what the plan describes, as a run does."""
     mesh = None if plan.mesh == config_lib.MeshConfig() else mesh_lib.make_mesh(plan.mesh)
-    return allocate.init_cache(
+    init = functools.partial(allocate.init_compressed, num_new=plan.num_new)
+    return (init if plan.is_compressed else allocate.init_cache)(
         plan.model,
         plan.cache,
         batch_size=plan.batch_size,
@@ -115,6 +118,44 @@ def test_ledger_is_the_cache_and_the_compiler_s_argument(layout, slack, dtype):
     covered = [line for line in own.lines if line.formula_bytes is not None]
     assert [line.formula_bytes for line in covered] == [line.num_bytes for line in covered]
     assert dtype not in FLOATS or len(covered) == len(own.lines)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("eviction", config_lib.EVICTIONS)
+def test_a_cache_that_evicts(eviction, dtype):
+    model = dataclasses.replace(MIXED, layers=(*MIXED.layers, *MIXED.layers))
+    plan = plan_of(model, dtype=dtype, eviction=eviction, budget=6, num_new=4)
+    own, cache = ledger.ledger(plan), allocated(plan)
+    assert own.num_bytes == cache.num_bytes == argument_bytes(cache)
+    covered = [line for line in own.lines if line.formula_bytes is not None]
+    assert [line.formula_bytes for line in covered] == [line.num_bytes for line in covered]
+    lasting = eviction == "h2o"
+    slots, name = (6, "evicting(budget=6, num_recent=3)") if lasting else (10, "kept(num_kept=6, num_new=4)")
+    lines = {line.name: line for line in own.lines if line.layout == name}
+    # Two of six layers, each with positions of its own: 2 · 5 rows · slots · 4 bytes.
+    assert lines["positions"].num_bytes == 2 * B * slots * 4 and lines["positions"].num_slots == slots
+    assert lines["keys and values"].num_layers == 2
+    assert ("received" in lines) == lasting
+    if lasting:
+        assert (lines["received"].formula, lines["received"].num_bytes) == (f"2·5·{slots}·4", 2 * B * slots * 4)
+    # A prompt of 15 tokens is read into 15 slots of the same layers, with one table; rings are as they are.
+    whole = ledger.ledger(dataclasses.replace(plan, cache=plan.cache.without_eviction(), capacity=15))
+    assert ledger.prompt_bytes(plan) == whole.num_bytes > own.num_bytes
+
+
+def test_a_budget_that_holds_the_text_is_counted_as_none():
+    plain = ledger.ledger(plan_of())
+    for eviction, budget in (("snapkv", 15), ("h2o", 19)):
+        plan = plan_of(eviction=eviction, budget=budget, num_new=4)
+        assert ledger.ledger(plan).lines == plain.lines and ledger.prompt_bytes(plan) == plain.num_bytes
+        assert plan_of(eviction=eviction, budget=budget - 1, num_new=4).is_compressed
+
+
+def test_a_cache_that_evicts_on_a_mesh():
+    plan = plan_of(eviction="h2o", budget=6, batch_size=4, mesh=config_lib.MeshConfig(data=4, model=2))
+    own, cache = ledger.ledger(plan), allocated(plan)
+    shard = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
+    assert own.device_bytes == shard == argument_bytes(cache)
 
 
 def test_arguments_of_a_real_step():
