@@ -150,7 +150,7 @@ def _pages(question: Question) -> list[Variant]:
     if plan.cache.layout == "paged":
         own = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto", page_len=None))
     else:
-        paged = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="paged"))
+        paged = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache.without_eviction(), layout="paged"))
     variants = [_cache_variant(question, "every row its own slots", own)]
     if plan.mesh.data > 1:  # rows that are split over devices have no common pool
         return variants
