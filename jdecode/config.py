@@ -7,7 +7,18 @@ from typing import Any
 
 VERIFY_RULES = ("rejection", "coupled")  # of speculative decoding
 MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling state and a row of logits
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")  # of stored keys and values
+CACHE_DTYPES = (
+    "auto",
+    "float32",
+    "bfloat16",
+    "float16",
+    "int8",
+    "fp8",
+    "int8_channel",
+    "int4",
+)  # of stored keys and values
+GROUPED_DTYPES = ("int8_channel", "int4")  # those whose keys have a scale a channel over a group of tokens
+GROUP_LENS = (4, 8, 16, 32, 64, 128, 256)  # tokens a group: attention reads 256 slots at a time, so a divisor of that
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -166,20 +177,30 @@ class CacheConfig:
       layout: ``"auto"`` gives a ring buffer to each layer with a window, and every slot to the others;
         ``"full"`` gives every slot to every layer (a window is then only a mask).
       dtype: of stored keys and values: ``"auto"`` (the model's compute dtype), ``"float32"``, ``"bfloat16"``,
-        ``"float16"``; or 8 bits with a scale a token and head, ``"int8"`` and ``"fp8"`` (e4m3).
+        ``"float16"``; 8 bits with a scale a token and head, ``"int8"`` and ``"fp8"`` (e4m3); or keys with a scale a
+        channel over groups of tokens and values by token, ``"int8_channel"`` and ``"int4"`` (KIVI, Liu et al. 2024).
       slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
         and as many as ``slack`` tokens can be rolled back.
+      group_len: tokens a group, for the dtypes that have groups; the latest tokens, a quarter of this at least, are
+        exact.
     """
 
     layout: str = "auto"
     dtype: str = "auto"
     slack: int = 0
+    group_len: int = 128
 
     def __post_init__(self) -> None:
         check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
         known = ", ".join(CACHE_DTYPES)
         check(self.dtype in CACHE_DTYPES, f"cache dtype: expected one of {known}, got {self.dtype!r}")
         check_count("cache slack", self.slack, 0)
+        lens, grouped = ", ".join(map(str, GROUP_LENS)), " and ".join(GROUPED_DTYPES)
+        check(self.group_len in GROUP_LENS, f"cache group_len: expected one of {lens}, got {self.group_len!r}")
+        check(
+            self.dtype in GROUPED_DTYPES or self.group_len == 128,
+            f"cache group_len: expected one with the dtypes {grouped} alone, got {self.group_len} with {self.dtype}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 import jax
 
-from jdecode.attention import segment
+from jdecode.attention import segment, visibility
+from jdecode.cache import layout as layout_lib
 
 
 class RowCodec(Protocol):
@@ -35,7 +36,27 @@ class RowCodec(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCodec:
-    """How keys are stored, and how values are."""
+    """How keys are stored, and how values are.
+
+    Attributes:
+      grouping: for codecs that store whole groups of tokens, see ``cache/grouped.py``.
+    """
 
     keys: RowCodec
     values: RowCodec
+    grouping: "Grouping | None" = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """Where tokens are until their group is stored.
+
+    Attributes:
+      settling: when it is.
+      layout: of the latest tokens.
+      exact: how those are stored.
+    """
+
+    settling: visibility.Settling
+    layout: layout_lib.Layout
+    exact: KVCodec

@@ -13,6 +13,9 @@ A block of T tokens passes through a cache in three steps::
 (see ``layout_ring``) attends to the old ring and to itself instead, and then its tail is written. Either way token i
 sees exactly what ``attention.visibility`` says.
 
+A codec may store tokens by groups (``grouped``). A layer then has its latest tokens beside its groups, and a block writes
+the groups that settle with it before it attends.
+
 Rollback is a length: ``truncate`` lowers ``length_B``. The slots of the cut tokens keep positions past the new length,
 where no query sees them, and the next block overwrites them (or, where it attends to the old ring, hides them).
 """
@@ -26,6 +29,7 @@ import jax.numpy as jnp
 from jdecode.attention import segment as segment_lib
 from jdecode.attention import visibility
 from jdecode.cache import codec as codec_lib
+from jdecode.cache import grouped
 from jdecode.cache import layout as layout_lib
 from jdecode.cache import slots as slots_lib
 
@@ -33,10 +37,11 @@ from jdecode.cache import slots as slots_lib
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStore:
-    """The rows of one layer."""
+    """The rows of one layer; where those are stored by groups, ``recent`` has the latest tokens as they are."""
 
     keys: segment_lib.Rows
     values: segment_lib.Rows
+    recent: "LayerStore | None" = None
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +53,7 @@ class KVCache:
       stores: one ``LayerStore`` a layer.
       positions: one int32 (B, S) table a layout: the absolute position that each slot holds, or ``EMPTY``.
       length_B: int32, the tokens that each row has seen.
-      layouts: the distinct layouts. Static.
+      layouts: the distinct layouts; that of ``recent`` is one of them. Static.
       layout_idx: for each layer, which of ``layouts`` is its own. Static.
       codec: how rows are stored. Static.
     """
@@ -92,6 +97,7 @@ class Block:
       length_B: int32, the tokens that each row has seen after the block.
       slots: one (B, T) a layout; padding and tokens that lose their slot within the block are past the last slot.
       positions: the cache's position tables after the block.
+      settled: the groups that settle with the block; ``None`` for a codec without groups.
     """
 
     position_BT: jax.Array
@@ -99,6 +105,7 @@ class Block:
     length_B: jax.Array
     slots: tuple[jax.Array, ...]
     positions: tuple[jax.Array, ...]
+    settled: grouped.Settled | None = None
 
 
 def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -> Block:
@@ -117,12 +124,14 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
         slot_BT = jnp.where(written_BT, layout.slot(position_BT), dropped_BT)
         slots.append(slot_BT)
         positions.append(slots_lib.scatter(position_BS, slot_BT, stored_position_BT))
+    grouping = cache.codec.grouping
     return Block(
         position_BT=position_BT,
         stored_position_BT=stored_position_BT,
         length_B=length_B,
         slots=tuple(slots),
         positions=tuple(positions),
+        settled=None if grouping is None else grouped.settle(grouping.settling, cache.length_B, length_B, block_len),
     )
 
 
@@ -160,18 +169,31 @@ class CachedLayer:
         What is not finite is written into keys alone (``segment.faults_in_keys``), so that a proposal that is refused
         harms nobody, neither in its own block nor as a slot past the length.
         """
-        cache, block, codec = self.cache, self.block, self.cache.codec
-        block_len = k_BTKH.shape[1]
-        k_BTKH, v_BTKH = segment_lib.faults_in_keys(codec.keys.cast(k_BTKH), codec.values.cast(v_BTKH))
-        fresh = LayerStore(keys=codec.keys.encode(k_BTKH), values=codec.values.encode(v_BTKH))
-        idx = cache.layout_idx[self.layer_idx]
-        layout, old = cache.layouts[idx], cache.stores[self.layer_idx]
-        new = LayerStore(
-            keys=codec.keys.write(old.keys, block.slots[idx], fresh.keys),
-            values=codec.values.write(old.values, block.slots[idx], fresh.values),
+        codec, old = self.cache.codec, self.cache.stores[self.layer_idx]
+        k_BTKH, v_BTKH = codec.keys.cast(k_BTKH), codec.values.cast(v_BTKH)
+        if codec.grouping is None:
+            return self._append_tokens(codec, self.cache.layout_idx[self.layer_idx], old, k_BTKH, v_BTKH)
+        idx, exact = self.cache.layouts.index(codec.grouping.layout), codec.grouping.exact
+        k_BTKH, v_BTKH = exact.keys.cast(k_BTKH), exact.values.cast(v_BTKH)
+        assert old.recent is not None
+        recent, tokens = self._append_tokens(exact, idx, old.recent, k_BTKH, v_BTKH)
+        groups, settled = self._append_groups(codec, codec.grouping, old, tokens)
+        return dataclasses.replace(groups, recent=recent), (
+            *(_share(segment, codec.grouping, is_settled=True) for segment in settled),
+            *(_share(segment, codec.grouping, is_settled=False) for segment in tokens),
         )
+
+    def _append_tokens(
+        self, codec: codec_lib.KVCodec, layout_idx: int, old: LayerStore, k_BTKH: jax.Array, v_BTKH: jax.Array
+    ) -> tuple[LayerStore, tuple[segment_lib.Segment, ...]]:
+        """Writes the block token by token."""
+        cache, block, idx = self.cache, self.block, layout_idx
+        block_len, layout = k_BTKH.shape[1], cache.layouts[idx]
+        k_BTKH, v_BTKH = segment_lib.faults_in_keys(k_BTKH, v_BTKH)
+        fresh = LayerStore(keys=codec.keys.encode(k_BTKH), values=codec.values.encode(v_BTKH))
+        new = _written(codec, old, block.slots[idx], fresh)
         if block_len <= layout.max_block_len:
-            return new, (self._stored_segment(new, block.positions[idx], block.length_B),)
+            return new, (self._stored_segment(idx, new, block.positions[idx], block.length_B),)
         fresh_segment = segment_lib.Segment(
             keys=fresh.keys,
             values=fresh.values,
@@ -181,12 +203,52 @@ class CachedLayer:
             is_block=True,
         )
         # The old slots still hold tokens that were taken back; in the fresh block others have their positions.
-        is_kept_BS = cache.positions[idx] < cache.length_B[:, None]
-        kept_position_BS = jnp.where(is_kept_BS, cache.positions[idx], visibility.EMPTY)
-        return new, (self._stored_segment(old, kept_position_BS, cache.length_B), fresh_segment)
+        kept_position_BS = _before(cache.positions[idx], cache.length_B)
+        return new, (self._stored_segment(idx, old, kept_position_BS, cache.length_B), fresh_segment)
 
-    def _stored_segment(self, store: LayerStore, position_BS: jax.Array, length_B: jax.Array) -> segment_lib.Segment:
-        layout = self.cache.layouts[self.cache.layout_idx[self.layer_idx]]
+    def _append_groups(
+        self,
+        codec: codec_lib.KVCodec,
+        grouping: codec_lib.Grouping,
+        old: LayerStore,
+        tokens: tuple[segment_lib.Segment, ...],
+    ) -> tuple[LayerStore, tuple[segment_lib.Segment, ...]]:
+        """Writes the groups that settle with the block, from the exact tokens that it attends over."""
+        cache, block, settled = self.cache, self.block, self.block.settled
+        assert settled is not None
+        idx, old = cache.layout_idx[self.layer_idx], dataclasses.replace(old, recent=None)
+        layout, block_len = cache.layouts[idx], block.position_BT.shape[1]
+        slot_BX, token_BX = settled.slots(layout), settled.slots_of_tokens(grouping.layout, cache.length_B, tokens)
+
+        def fresh_groups() -> LayerStore:
+            k_BXKH, v_BXKH = grouped.take_tokens(tokens, token_BX)
+            return LayerStore(keys=codec.keys.encode(k_BXKH), values=codec.values.encode(v_BXKH))
+
+        if len(tokens) == 1:
+            # A loop of one turn, or of none, which is the rule: a condition would copy the rows that pass through it.
+            new = jax.lax.fori_loop(
+                0, settled.is_any.astype(jnp.int32), lambda _, own: _written(codec, own, slot_BX, fresh_groups()), old
+            )
+        else:
+            fresh = fresh_groups()
+            new = _written(codec, old, slot_BX, fresh)
+            if block_len > layout.max_block_len:
+                fresh_segment = segment_lib.Segment(
+                    keys=fresh.keys,
+                    values=fresh.values,
+                    position_BS=settled.position_BX,
+                    first_slot=jnp.int32(0),
+                    end_slot=(settled.after_B - settled.before_B).max(),
+                )
+                position_BS = _before(cache.positions[idx], settled.before_B)
+                return new, (self._stored_segment(idx, old, position_BS, settled.before_B), fresh_segment)
+        position_BS = _before(block.positions[idx], settled.after_B)
+        return new, (self._stored_segment(idx, new, position_BS, settled.after_B),)
+
+    def _stored_segment(
+        self, layout_idx: int, store: LayerStore, position_BS: jax.Array, length_B: jax.Array
+    ) -> segment_lib.Segment:
+        layout = self.cache.layouts[layout_idx]
         first_slot = jnp.int32(0)
         if self.window is not None and not self.num_sinks and layout.max_len is not None:
             # Slots in the order of positions: those before the window of every row need not be read.
@@ -198,6 +260,23 @@ class CachedLayer:
             first_slot=first_slot,
             end_slot=jnp.minimum(length_B.max(), layout.capacity),
         )
+
+
+def _written(codec: codec_lib.KVCodec, old: LayerStore, slot_BT: jax.Array, fresh: LayerStore) -> LayerStore:
+    return LayerStore(
+        keys=codec.keys.write(old.keys, slot_BT, fresh.keys),
+        values=codec.values.write(old.values, slot_BT, fresh.values),
+    )
+
+
+def _before(position_BS: jax.Array, end_B: jax.Array) -> jax.Array:
+    """Returns positions with ``EMPTY`` for those that are not under ``end_B``."""
+    return jnp.where(position_BS < end_B[:, None], position_BS, visibility.EMPTY)
+
+
+def _share(part: segment_lib.Segment, grouping: codec_lib.Grouping, *, is_settled: bool) -> segment_lib.Segment:
+    share = visibility.Share(settling=grouping.settling, is_settled=is_settled)
+    return dataclasses.replace(part, share=share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
