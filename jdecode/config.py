@@ -18,6 +18,7 @@ CACHE_DTYPES = (
     "int4",
 )  # of stored keys and values
 GROUPED_DTYPES = ("int8_channel", "int4")  # those whose keys have a scale a channel over a group of tokens
+GROUP_LEN = 128  # tokens a group, unless said
 GROUP_LENS = (4, 8, 16, 32, 64, 128, 256)  # tokens a group: attention reads 256 slots at a time, so a divisor of that
 MASK_FREE = None  # a layer without a window sees every earlier position
 
@@ -188,7 +189,7 @@ class CacheConfig:
     layout: str = "auto"
     dtype: str = "auto"
     slack: int = 0
-    group_len: int = 128
+    group_len: int = GROUP_LEN
 
     def __post_init__(self) -> None:
         check(self.layout in ("auto", "full"), f"cache layout: expected auto or full, got {self.layout!r}")
@@ -198,7 +199,7 @@ class CacheConfig:
         lens, grouped = ", ".join(map(str, GROUP_LENS)), " and ".join(GROUPED_DTYPES)
         check(self.group_len in GROUP_LENS, f"cache group_len: expected one of {lens}, got {self.group_len!r}")
         check(
-            self.dtype in GROUPED_DTYPES or self.group_len == 128,
+            self.dtype in GROUPED_DTYPES or self.group_len == GROUP_LEN,
             f"cache group_len: expected one with the dtypes {grouped} alone, got {self.group_len} with {self.dtype}",
         )
 

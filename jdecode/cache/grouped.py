@@ -7,9 +7,9 @@ a group is quantised and written into the layer's own slots once it is settled, 
     group         0           1            2, of which 1 + q - 2Z are there
     a query at q  sees these as stored     sees these exactly: q - p < Z + lag
 
-Which of the two a query reads is a function of positions alone (``visibility.Settling``). ``lag`` is more than a row can
-take back, so a settled group holds only tokens that stay, and the ring, of ``Z + lag + slack`` slots, still holds
-what becomes unsettled when tokens are taken back: a text comes out the same however it was cut into blocks.
+Which of the two a query reads is a function of positions alone (``visibility.Settling``). ``lag`` is at least what a
+row can take back, so a settled group holds only tokens that stay; and the ring, of ``Z + lag + slack`` slots, still holds
+what becomes unsettled when tokens are taken back. So a text comes out the same however it was cut into blocks.
 
 What a row's group is made of are its own exact tokens, so nothing reaches from one group or row to another.
 """
@@ -40,16 +40,22 @@ class Settled:
       position_BX: int32, the positions of as many groups as can settle with a block of T tokens, ``EMPTY`` where
         none does.
       before_B, after_B: int32, how many positions of each row are settled before and after the block.
+      group_len: Z. Static.
     """
 
     position_BX: jax.Array
     before_B: jax.Array
     after_B: jax.Array
+    group_len: int = dataclasses.field(metadata={"static": True})
 
     @property
-    def is_any(self) -> jax.Array:
-        """Whether any group settles in any row: bool."""
-        return jnp.any(self.after_B > self.before_B)
+    def num_groups(self) -> jax.Array:
+        """How many groups settle in the row that has most of them: int32."""
+        return (self.after_B - self.before_B).max() // self.group_len
+
+    def group(self, x_BX: jax.Array, idx: jax.Array) -> jax.Array:
+        """Returns what ``x_BX`` has for group ``idx`` of each row: (B, Z)."""
+        return jax.lax.dynamic_slice_in_dim(x_BX, idx * self.group_len, self.group_len, axis=1)
 
     def slots(self, layout: layout_lib.Layout) -> jax.Array:
         """Returns their slots (B, X); past the last for those that have none, group by group."""
@@ -82,7 +88,7 @@ def settle(settling: visibility.Settling, length_B: jax.Array, new_length_B: jax
     idx_X = jnp.arange(num_groups * settling.group_len, dtype=jnp.int32)
     position_BX = before_B[:, None] + idx_X[None, :]
     position_BX = jnp.where(position_BX < after_B[:, None], position_BX, visibility.EMPTY)
-    return Settled(position_BX=position_BX, before_B=before_B, after_B=after_B)
+    return Settled(position_BX=position_BX, before_B=before_B, after_B=after_B, group_len=settling.group_len)
 
 
 def take_tokens(tokens: Sequence[segment.Segment], slot_BX: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,8 +13,8 @@ A block of T tokens passes through a cache in three steps::
 (see ``layout_ring``) attends to the old ring and to itself instead, and then its tail is written. Either way token i
 sees exactly what ``attention.visibility`` says.
 
-A codec may store tokens by groups (``grouped``). A layer then has its latest tokens beside its groups, and a block writes
-the groups that settle with it before it attends.
+A codec may store tokens by groups (``grouped``). A layer then has its latest tokens beside its groups, and a block
+writes the groups that settle with it before it attends.
 
 Rollback is a length: ``truncate`` lowers ``length_B``. The slots of the cut tokens keep positions past the new length,
 where no query sees them, and the next block overwrites them (or, where it attends to the old ring, hides them).
@@ -119,6 +119,8 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
     slots, positions = [], []
     for layout, position_BS in zip(cache.layouts, cache.positions, strict=True):
         written_BT = (stored_position_BT != visibility.EMPTY) & layout.survives(position_BT, length_B[:, None])
+        if cache.max_len is not None:  # in a ring, too, what is past the end must overwrite nothing
+            written_BT &= position_BT < cache.max_len
         # Past the last slot, and distinct: such writes are dropped. (Clamping or -1 would hit a live slot.)
         dropped_BT = layout.capacity + jnp.broadcast_to(jnp.arange(block_len, dtype=jnp.int32), position_BT.shape)
         slot_BT = jnp.where(written_BT, layout.slot(position_BT), dropped_BT)
@@ -220,17 +222,20 @@ class CachedLayer:
         layout, block_len = cache.layouts[idx], block.position_BT.shape[1]
         slot_BX, token_BX = settled.slots(layout), settled.slots_of_tokens(grouping.layout, cache.length_B, tokens)
 
-        def fresh_groups() -> LayerStore:
+        def encoded(token_BX: jax.Array) -> LayerStore:
             k_BXKH, v_BXKH = grouped.take_tokens(tokens, token_BX)
             return LayerStore(keys=codec.keys.encode(k_BXKH), values=codec.values.encode(v_BXKH))
 
         if len(tokens) == 1:
-            # A loop of one turn, or of none, which is the rule: a condition would copy the rows that pass through it.
-            new = jax.lax.fori_loop(
-                0, settled.is_any.astype(jnp.int32), lambda _, own: _written(codec, own, slot_BX, fresh_groups()), old
-            )
+
+            def write_group(turn: jax.Array, own: LayerStore) -> LayerStore:
+                token_BZ, slot_BZ = (settled.group(x_BX, turn) for x_BX in (token_BX, slot_BX))
+                return _written(codec, own, slot_BZ, encoded(token_BZ))
+
+            # Mostly of no turn. (A condition would copy the rows that pass through it.)
+            new = jax.lax.fori_loop(0, settled.num_groups, write_group, old)
         else:
-            fresh = fresh_groups()
+            fresh = encoded(token_BX)
             new = _written(codec, old, slot_BX, fresh)
             if block_len > layout.max_block_len:
                 fresh_segment = segment_lib.Segment(
@@ -238,7 +243,7 @@ class CachedLayer:
                     values=fresh.values,
                     position_BS=settled.position_BX,
                     first_slot=jnp.int32(0),
-                    end_slot=(settled.after_B - settled.before_B).max(),
+                    end_slot=settled.num_groups * settled.group_len,
                 )
                 position_BS = _before(cache.positions[idx], settled.before_B)
                 return new, (self._stored_segment(idx, old, position_BS, settled.before_B), fresh_segment)
