@@ -8,7 +8,7 @@ a group is quantised and written into the layer's own slots once it is settled, 
     a query at q  sees these as stored     sees these exactly: q - p < Z + lag
 
 Which of the two a query reads is a function of positions alone (``visibility.Settling``). ``lag`` is at least what a
-row can take back, so a settled group holds only tokens that stay; and the ring, of ``Z + lag + slack`` slots, still holds
+row can take back, so a settled group holds only tokens that stay; and the ring, of ``Z + lag + slack`` slots, still has
 what becomes unsettled when tokens are taken back. So a text comes out the same however it was cut into blocks.
 
 What a row's group is made of are its own exact tokens, so nothing reaches from one group or row to another.
