@@ -7,12 +7,15 @@ from typing import Any
 
 VERIFY_RULES = ("rejection", "coupled")  # of speculative decoding
 MOST_DRAFT_TOKENS = 64  # each place of a block holds a copy of the sampling state and a row of logits
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")  # of stored keys and values
 CACHE_LAYOUTS = ("auto", "full", "paged")
 SINK_POSITIONS = ("cache", "text")
 EVICTIONS = ("snapkv", "h2o")  # ways to keep a part of a cache
 MOST_RECENT = 32  # latest tokens that eviction spares unless told otherwise
 SMOOTHING = 7  # positions over which the attention to a prompt is pooled before some are kept
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "int8_channel", "int4")  # of keys and values
+GROUPED_DTYPES = ("int8_channel", "int4")  # those whose keys have a scale a channel over a group of tokens
+GROUP_LEN = 128  # tokens a group, unless said
+GROUP_LENS = (4, 8, 16, 32, 64, 128, 256)  # tokens a group: attention reads 256 slots at a time, so a divisor of that
 MASK_FREE = None  # a layer without a window sees every earlier position
 
 
@@ -188,7 +191,8 @@ class CacheConfig:
         ``"full"`` gives every slot to every layer (a window is then only a mask); ``"paged"`` is ``"auto"`` with
         every slot in pages, which rows can share.
       dtype: of stored keys and values: ``"auto"`` (the model's compute dtype), ``"float32"``, ``"bfloat16"``,
-        ``"float16"``; or 8 bits with a scale a token and head, ``"int8"`` and ``"fp8"`` (e4m3).
+        ``"float16"``; 8 bits with a scale a token and head, ``"int8"`` and ``"fp8"`` (e4m3); or keys with a scale a
+        channel over groups of tokens and values by token, ``"int8_channel"`` and ``"int4"`` (KIVI, Liu et al. 2024).
       slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
         and as many as ``slack`` tokens can be rolled back.
       page_len: Z, tokens a page, only beside the layout ``"paged"``; ``None`` for 64.
@@ -200,6 +204,8 @@ class CacheConfig:
         the least of 32 and half of the budget.
       smoothing: positions (an odd number) over which the attention to a prompt is pooled before tokens are chosen;
         1 for none, ``None`` for 7.
+      group_len: tokens a group, for the dtypes that have groups; the latest tokens, a quarter of this at least, are
+        exact.
     """
 
     layout: str = "auto"
@@ -210,6 +216,7 @@ class CacheConfig:
     eviction: str | None = None
     num_recent: int | None = None
     smoothing: int | None = None
+    group_len: int = GROUP_LEN
 
     def __post_init__(self) -> None:
         known = ", ".join(CACHE_LAYOUTS)
@@ -223,7 +230,28 @@ class CacheConfig:
                 self.layout == "paged",
                 f"cache page_len: expected none beside layout {self.layout}, got {self.page_len}; use layout paged",
             )
+        self._check_groups()
         self._check_eviction()
+
+    def _check_groups(self) -> None:
+        lens, grouped = ", ".join(map(str, GROUP_LENS)), " and ".join(GROUPED_DTYPES)
+        check(self.group_len in GROUP_LENS, f"cache group_len: expected one of {lens}, got {self.group_len!r}")
+        if self.dtype not in GROUPED_DTYPES:
+            check(
+                self.group_len == GROUP_LEN,
+                f"cache group_len: acts on the dtypes {grouped}, got {self.group_len} with {self.dtype}; leave it out",
+            )
+            return
+        check(
+            self.layout != "paged",
+            f"cache dtype: expected one that stores token by token in pages, such as int8, got {self.dtype}; take "
+            "another dtype, or another layout",
+        )
+        check(
+            self.eviction is None,
+            f"cache dtype: expected one that stores token by token beside {self.eviction}, such as int8, got "
+            f"{self.dtype}; take another dtype, or leave the eviction out",
+        )
 
     def _check_eviction(self) -> None:
         if self.eviction is None:

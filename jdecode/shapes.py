@@ -20,7 +20,8 @@ V      vocabulary
 W      window, in tokens
 M      new tokens that an output buffer holds
 P      pages
-Z      tokens a page
+Z      tokens a page, or a group of the cache
+U      groups of tokens
 E      experts
 ====== =========================================
 

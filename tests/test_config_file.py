@@ -136,6 +136,14 @@ def test_wrong_type_names_what_was_expected_and_got(text: str, message: str):
         ("sampling: {top_p: 1.5}", "sampling: top_p: expected a number from 0 to 1, got 1.5"),
         ("max_new_tokens: -1", "max_new_tokens: expected a count of at least 1, got -1"),
         ("cache: {layout: rings}", "cache: cache layout: expected auto or full, got 'rings'"),
+        (
+            "cache: {dtype: int4, group_len: 96}",
+            "cache: cache group_len: expected one of 4, 8, 16, 32, 64, 128, 256, got 96",
+        ),
+        (
+            "cache: {dtype: int8, group_len: 64}",
+            "cache: cache group_len: acts on the dtypes int8_channel and int4, got 64 with int8; leave it out",
+        ),
         ("no_weights: none yet", "no_weights: expected none beside weights 'x', got 'none yet'"),
     ],
 )

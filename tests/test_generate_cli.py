@@ -218,7 +218,10 @@ BAD_FLAGS = [
         "--weight-dtype int8",
         "argument --weight-dtype: expected one of auto, float32, bfloat16, float16, got 'int8' (not in this version)",
     ),
-    ("--kv-dtype float99", "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, int8, fp8, got"),
+    (
+        "--kv-dtype float99",
+        "argument --kv-dtype: expected one of auto, float32, bfloat16, float16, int8, fp8, int8_channel, int4, got",
+    ),
     ("--verify coupled", "--verify: acts on a draft, and there is none; add --draft, or leave it out"),
     ("--num-draft-tokens 4", "--num-draft-tokens: acts on a draft, and there is none; add --draft, or leave it out"),
     ("--adaptive-draft", "--adaptive-draft: acts on a draft, and there is none; add --draft, or leave it out"),

@@ -111,6 +111,7 @@ def test_table(capsys):
         ["--kv-dtype", "bfloat16"],
         ["--kv-dtype", "int8"],
         ["--kv-dtype", "fp8"],
+        ["--kv-dtype", "int4"],
         ["--layout", "full"],
         ["--slack", "3"],
     ],

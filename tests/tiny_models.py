@@ -31,6 +31,7 @@ MIXED = config_lib.ModelConfig(
     ),
 )
 CAPACITY = 32
+GROUP_LEN = 4
 
 LOGITS_ATOL = 5e-5
 """Two orders of summation of one float32 model of this size: logits of about 5, some ten layers of sums, 6e-8 a
@@ -73,8 +74,9 @@ def empty_cache(
     capacity: int = CAPACITY,
     dtype: str = "float32",
 ) -> kv_cache.KVCache:
-    """Allocates a cache on one device."""
-    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype)
+    """Allocates a cache on one device; groups, where the dtype has them, are of ``GROUP_LEN``."""
+    groups: dict[str, Any] = {"group_len": GROUP_LEN} if dtype in config_lib.GROUPED_DTYPES else {}
+    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype, **groups)
     return allocate.init_cache(config, cache_config, batch_size=batch_size, capacity=capacity, compute_dtype="float32")
 
 

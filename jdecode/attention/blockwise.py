@@ -47,7 +47,7 @@ def attend(
 
         def add_block(index: jax.Array, state, segment=segment, size=size, q_BKGTH=q_BKGTH):
             keys, values, position_BC = _block(segment, index, size)
-            mask_BTC = visibility.visible(query_position_BT, position_BC, window=window, num_sinks=num_sinks)
+            mask_BTC = segment.mask(query_position_BT, position_BC, window=window, num_sinks=num_sinks)
             return _accumulate(state, q_BKGTH, keys, values, mask_BTC, soft_cap)
 
         first_block, end_block = segment.first_slot // size, -(-segment.end_slot // size)

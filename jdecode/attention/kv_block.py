@@ -22,7 +22,7 @@ class KVBlock(Protocol):
         """Returns the sums of these values, weighted (float32) by slot, float32 (B, K, G, T, H)."""
         ...
 
-    def only(self, is_held_BC: jax.Array) -> Self:
+    def only(self, is_held_BC: jax.Array) -> "KVBlock":
         """Returns the block with zeros in the other slots, whatever they hold: zero times NaN would be NaN."""
         ...
 

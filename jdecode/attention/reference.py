@@ -34,10 +34,10 @@ def attend(
     """
     B, T, N, H = q_BTNH.shape
     K = segments[0].keys.num_heads
-    position_BS = jnp.concatenate([s.position_BS for s in segments], axis=1)
     score_BKGTS = jnp.concatenate([_scores(q_BTNH, segment.keys, K) for segment in segments], axis=4)
     score_BKGTS = visibility.soft_capped(scale * score_BKGTS, soft_cap)
-    mask_BTS = visibility.visible(query_position_BT, position_BS, window=window, num_sinks=num_sinks)
+    masks = [s.mask(query_position_BT, s.position_BS, window=window, num_sinks=num_sinks) for s in segments]
+    mask_BTS = jnp.concatenate(masks, axis=2)
     mask_BKGTS = mask_BTS[:, None, None]
     weight_BKGTS = jax.nn.softmax(jnp.where(mask_BKGTS, score_BKGTS, -jnp.inf), axis=-1, where=mask_BKGTS)
     weight_BKGTS = jnp.where(mask_BKGTS, weight_BKGTS, 0.0)

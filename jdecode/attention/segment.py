@@ -16,7 +16,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jdecode.attention import kv_block
+from jdecode.attention import kv_block, visibility
 
 
 class Rows(Protocol):
@@ -90,6 +90,7 @@ class Segment:
         the call. A promise that saves work: the cost of a call follows these bounds, not S.
       is_block: slot i holds the key of query i of the call (or padding), so S is T, and positions count on by one from
         slot to slot. Static.
+      share: which of the visible keys it stands for, where another segment has the others; ``None`` for all. Static.
     """
 
     keys: Rows
@@ -98,6 +99,14 @@ class Segment:
     first_slot: jax.Array
     end_slot: jax.Array
     is_block: bool = dataclasses.field(default=False, metadata={"static": True})
+    share: visibility.Share | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def mask(
+        self, query_position_BT: jax.Array, position_BC: jax.Array, *, window: int | None, num_sinks: int
+    ) -> jax.Array:
+        """Says which of some slots' keys each query gets from this segment: bool, (B, T, C)."""
+        mask_BTC = visibility.visible(query_position_BT, position_BC, window=window, num_sinks=num_sinks)
+        return mask_BTC if self.share is None else mask_BTC & self.share.covers(query_position_BT, position_BC)
 
 
 def faults_in_keys(k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -5,6 +5,8 @@ sink. Padding, ring buffers, rejected drafts and unmapped memory need no rule of
 ``EMPTY``, or a position past the query's.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,3 +48,33 @@ def held(key_position_BS: jax.Array) -> jax.Array:
 def soft_capped(scores: jax.Array, cap: float | None) -> jax.Array:
     """Bounds scores to ``(-cap, cap)`` by ``cap * tanh(scores / cap)`` (Gemma 2 report, §2); ``None`` leaves them."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settling:
+    """Says from when on a group of tokens is settled, that is, stored all together. Static.
+
+    Group g holds the positions ``g * group_len .. (g + 1) * group_len - 1``. A query at position q sees it settled iff
+    ``(g + 1) * group_len + lag <= q + 1``: when ``lag`` tokens have come after it. That is a function of positions
+    alone, so how a text was cut into blocks, and what was taken back, changes nothing.
+    """
+
+    group_len: int
+    lag: int
+
+    def end(self, length: jax.Array) -> jax.Array:
+        """Returns how many positions (int32, of any shape) the latest token of a text of ``length`` sees settled."""
+        return jnp.maximum(length - self.lag, 0) // self.group_len * self.group_len
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """The visible keys that a segment stands for: those of settled groups, or the others. Static."""
+
+    settling: Settling
+    is_settled: bool
+
+    def covers(self, query_position_BT: jax.Array, key_position_BS: jax.Array) -> jax.Array:
+        """Says which keys the segment stands for: bool, (B, T, S)."""
+        is_settled_BTS = key_position_BS[:, None, :] < self.settling.end(query_position_BT + 1)[:, :, None]
+        return is_settled_BTS == self.is_settled

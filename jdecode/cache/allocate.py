@@ -11,9 +11,12 @@ from jdecode import shapes
 from jdecode.attention import visibility
 from jdecode.cache import codec as codec_lib
 from jdecode.cache import (
+    codec_channel,
+    codec_int4,
     codec_plain,
     codec_token,
     compress,
+    grouped,
     kv_cache,
     layout,
     layout_full,
@@ -27,9 +30,16 @@ PAGE_LEN = 64
 
 
 def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheConfig, capacity: int) -> layout.Layout:
-    """Chooses the layout of one layer: a ring where it has a window and the ring is smaller than ``capacity`` slots."""
+    """Chooses the layout of one layer: a ring where it has a window and the ring is smaller than ``capacity`` slots.
+
+    For a codec by groups, slots are whole groups, and no group has slots on both sides of a ring's end.
+    """
+    unit = cache_config.group_len if cache_config.dtype in config_lib.GROUPED_DTYPES else 1
+    capacity = shapes.round_up(capacity, unit)
     if cache_config.layout != "full" and layer.window is not None:
-        ring = layout_ring.RingLayout(window=layer.window, slack=cache_config.slack, num_sinks=layer.num_sinks)
+        ring_len = shapes.round_up(layer.window + cache_config.slack, unit)
+        num_sinks = shapes.round_up(layer.num_sinks, unit)
+        ring = layout_ring.RingLayout(window=layer.window, slack=ring_len - layer.window, num_sinks=num_sinks)
         if ring.capacity < capacity:
             return ring
     if cache_config.layout == "paged":
@@ -46,8 +56,27 @@ def make_codec(
     if dtype in codec_token.STORED:
         token = functools.partial(codec_token.TokenCodec, name=dtype, dtype=compute_dtype)
         return codec_lib.KVCodec(keys=token(rotates=True), values=token(rotates=False))
-    plain = codec_plain.PlainCodec(dtype=dtype, holds_bits=(platform or jax.default_backend()) == "cpu")
-    return codec_lib.KVCodec(keys=plain, values=plain)
+    plain = functools.partial(codec_plain.PlainCodec, holds_bits=(platform or jax.default_backend()) == "cpu")
+    if dtype in config_lib.GROUPED_DTYPES:
+        name = "int4" if dtype == "int4" else "int8"
+        token = codec_token.TokenCodec(name="int8", rotates=False, dtype=compute_dtype)
+        return codec_lib.KVCodec(
+            keys=codec_channel.ChannelCodec(name=name, group_len=cache_config.group_len, dtype=compute_dtype),
+            values=codec_int4.Int4Codec(dtype=compute_dtype) if dtype == "int4" else token,
+            grouping=_grouping(cache_config, plain(dtype=compute_dtype)),
+        )
+    return codec_lib.KVCodec(keys=plain(dtype=dtype), values=plain(dtype=dtype))
+
+
+def _grouping(cache_config: config_lib.CacheConfig, exact: codec_lib.RowCodec) -> codec_lib.Grouping:
+    # The latest quarter of a group stays exact: those tokens weigh most.
+    lag = cache_config.slack + cache_config.group_len // 4
+    settling = visibility.Settling(group_len=cache_config.group_len, lag=lag)
+    return codec_lib.Grouping(
+        settling=settling,
+        layout=grouped.exact_layout(settling, cache_config.slack),
+        exact=codec_lib.KVCodec(keys=exact, values=exact),
+    )
 
 
 def init_cache(
@@ -145,7 +174,8 @@ def _init(
     for name, value in (("batch_size", batch_size), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"{name}: expected a count of at least 1, got {value}")
-    layouts = tuple(dict.fromkeys(layer_layouts))
+    own_layouts = [] if codec.grouping is None else [codec.grouping.layout]
+    layouts = tuple(dict.fromkeys([*layer_layouts, *own_layouts]))
     paged = next((own for own in layouts if isinstance(own, layout_paged.PagedLayout)), None)
     _check_pages(paged, num_pages, mesh)
 
@@ -153,14 +183,16 @@ def _init(
         device = None if mesh is None else rules.sharding(mesh, ("batch", None)[: len(shape)], shape)
         return jnp.full(shape, filler, dtype, device=device)
 
-    def store(idx: int, own: layout.AnyLayout) -> kv_cache.LayerStore:
-        B, S, heads = batch_size, own.capacity, (model_config.num_kv_heads, model_config.head_dim)
+    def store(own: layout.AnyLayout, codec: codec_lib.KVCodec, is_counting: bool = False) -> kv_cache.LayerStore:
+        B, S, grouping = batch_size, own.capacity, codec.grouping
+        heads = (model_config.num_kv_heads, model_config.head_dim)
         if isinstance(own, layout_paged.PagedLayout):
             B, S = num_pages or batch_size * own.num_columns, own.page_len
         return kv_cache.LayerStore(
             keys=codec.keys.init(B, S, *heads, mesh),
             values=codec.values.init(B, S, *heads, mesh),
-            received_BS=table((B, S), 0, "float32") if idx in counting else None,
+            received_BS=table((B, S), 0, "float32") if is_counting else None,
+            recent=None if grouping is None else store(grouping.layout, grouping.exact),
         )
 
     pages_BC = shared_B = None
@@ -169,7 +201,7 @@ def _init(
         if num_pages is None:
             pages_BC = pages_BC + jnp.arange(pages_BC.size).reshape(pages_BC.shape)
     return kv_cache.KVCache(
-        stores=tuple(store(idx, own) for idx, own in enumerate(layer_layouts)),
+        stores=tuple(store(own, codec, idx in counting) for idx, own in enumerate(layer_layouts)),
         positions=tuple(table((batch_size, own.capacity), int(visibility.EMPTY)) for own in layouts),
         length_B=table((batch_size,), 0),
         pages_BC=pages_BC,

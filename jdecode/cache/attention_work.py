@@ -14,8 +14,10 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from jdecode import config as config_lib
-from jdecode.cache import layout
+from jdecode.cache import kv_cache, layout
 from jdecode.cache import ledger as ledger_lib
 
 
@@ -59,9 +61,11 @@ def _work(plan: ledger_lib.Plan, blocks: Sequence[tuple[int, int]]) -> Work:
         if isinstance(cache.layouts[layout_idx], layout.PlacingLayout):
             own_pairs = min(own_pairs, (end - first) * cache.layouts[layout_idx].capacity)
         pairs += count * own_pairs
-        slots = sum(_slots_read(cache.layouts[layout_idx], layer, *block) for block in blocks)
+        settled = [_settled(cache, *block) for block in blocks]
+        slots = sum(_slots_read(cache.layouts[layout_idx], layer, *block) for block in settled)
         row_bytes = ledger_lib.layer_row_bytes(cache, cache.layout_idx.index(layout_idx))
         slot_bytes += count * row_bytes * slots // cache.layouts[layout_idx].capacity
+        slot_bytes += count * sum(_recent_bytes(plan, cache, *block) for block in blocks)
     operations = plan.batch_size * 4 * plan.model.num_heads * plan.model.head_dim * pairs
     return Work(operations=operations, read_bytes=plan.batch_size * slot_bytes)
 
@@ -90,3 +94,24 @@ def _slots_read(own: layout.AnyLayout, layer: config_lib.LayerConfig, start: int
     if layer.window is None or layer.num_sinks:
         return held
     return held - max(start - (layer.window - 1), 0)
+
+
+def _settled(cache: kv_cache.KVCache, start: int, block_len: int) -> tuple[int, int]:
+    """Returns a block as the slots of a codec by groups see it: the settled positions before it, and those it adds."""
+    grouping = cache.codec.grouping
+    if grouping is None:
+        return start, block_len
+    before, after = (int(grouping.settling.end(jnp.int32(length))) for length in (start, start + block_len))
+    return before, after - before
+
+
+def _recent_bytes(plan: ledger_lib.Plan, cache: kv_cache.KVCache, start: int, block_len: int) -> int:
+    """Returns the bytes that a block reads of one layer's and row's latest tokens, the block's own among them."""
+    grouping = cache.codec.grouping
+    if grouping is None:
+        return 0
+    held, own = start + block_len, grouping.layout
+    is_written_first = block_len <= own.max_block_len
+    slots = min(held, own.capacity) if is_written_first else min(start, own.capacity) + block_len
+    number_bytes = ledger_lib.number_bits(plan.compute_dtype) // 8
+    return 2 * slots * plan.model.num_kv_heads * plan.model.head_dim * number_bytes

@@ -5,11 +5,12 @@ from typing import Any, Protocol
 
 import jax
 
-from jdecode.attention import segment
+from jdecode.attention import segment, visibility
+from jdecode.cache import layout as layout_lib
 
 
 class StoredRows(segment.Rows, Protocol):
-    """Rows as a codec stores them: every leaf has the B rows on its first axis, and S slots that do not touch."""
+    """Rows as a codec stores them slot by slot: every leaf has the B rows first, and S slots that do not touch."""
 
     @property
     def slot_axes(self) -> tuple[int, ...]:
@@ -22,7 +23,7 @@ class RowCodec(Protocol):
 
     def init(
         self, batch_size: int, num_slots: int, num_heads: int, head_dim: int, mesh: jax.sharding.Mesh | None
-    ) -> StoredRows:
+    ) -> segment.Rows:
         """Allocates empty rows for B x S slots of K heads of width H, spread over ``mesh`` where there is one."""
         ...
 
@@ -31,7 +32,7 @@ class RowCodec(Protocol):
         ...
 
     def encode(self, x_BTKH: jax.Array) -> Any:
-        """Returns the block as it is stored: ``StoredRows`` of T slots, the pytree that ``init`` makes."""
+        """Returns the block as it is stored: rows of T slots, the pytree that ``init`` makes."""
         ...
 
     def write(self, rows: Any, slot_BT: jax.Array, new: Any) -> Any:
@@ -41,17 +42,30 @@ class RowCodec(Protocol):
         """
         ...
 
-    def gather(self, rows: Any, slot_BX: jax.Array) -> Any:
-        """Returns rows whose slot x holds, bit for bit, what slot ``slot_BX[b, x]`` (int32, none negative) holds.
-
-        A slot past the last stands for an empty one.
-        """
-        ...
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCodec:
-    """How keys are stored, and how values are."""
+    """How keys are stored, and how values are.
+
+    Attributes:
+      grouping: for codecs that store whole groups of tokens, see ``cache/grouped.py``.
+    """
 
     keys: RowCodec
     values: RowCodec
+    grouping: "Grouping | None" = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """Where tokens are until their group is stored.
+
+    Attributes:
+      settling: when it is.
+      layout: of the latest tokens.
+      exact: how those are stored.
+    """
+
+    settling: visibility.Settling
+    layout: layout_lib.Layout
+    exact: KVCodec

@@ -100,7 +100,3 @@ class PlainCodec:
     def write(self, rows: PlainRows, slot_BT: jax.Array, new: PlainRows) -> PlainRows:
         """Scatters the block into its slots."""
         return dataclasses.replace(rows, data_BSX=slots.scatter(rows.data_BSX, slot_BT, new.data_BSX))
-
-    def gather(self, rows: PlainRows, slot_BX: jax.Array) -> PlainRows:
-        """Takes slots."""
-        return dataclasses.replace(rows, data_BSX=slots.gather(rows.data_BSX, slot_BX))

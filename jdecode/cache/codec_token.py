@@ -123,14 +123,6 @@ class TokenCodec:
             scale_BKS=slots.scatter(rows.scale_BKS, slot_BT, new.scale_BKS, axis=2),
         )
 
-    def gather(self, rows: TokenRows, slot_BX: jax.Array) -> TokenRows:
-        """Takes slots, with their scales."""
-        return dataclasses.replace(
-            rows,
-            data_BSX=slots.gather(rows.data_BSX, slot_BX),
-            scale_BKS=slots.gather(rows.scale_BKS, slot_BX, axis=2),
-        )
-
     def encode(self, x_BTKH: jax.Array) -> TokenRows:
         """Quantises the block."""
         B, T, K, H = x_BTKH.shape

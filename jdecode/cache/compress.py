@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jdecode import config as config_lib
 from jdecode.attention import visibility
-from jdecode.cache import kv_cache, layout, layout_evicting, layout_full, layout_kept
+from jdecode.cache import kv_cache, layout, layout_evicting, layout_full, layout_kept, page_pool
 from jdecode.cache import slots as slots_lib
 
 
@@ -123,8 +123,8 @@ def compress(cache: kv_cache.KVCache, how: Compression) -> kv_cache.KVCache:
         tables.append(slots_lib.gather(cache.positions[own], slot_BX, filler=int(visibility.EMPTY)))
         stores.append(
             kv_cache.LayerStore(
-                keys=cache.codec.keys.gather(store.keys, slot_BX),
-                values=cache.codec.values.gather(store.values, slot_BX),
+                keys=page_pool.take_slots(store.keys, slot_BX),
+                values=page_pool.take_slots(store.values, slot_BX),
                 received_BS=slots_lib.gather(store.received_BS, slot_BX) if how.is_lasting else None,
             )
         )

@@ -14,6 +14,9 @@ A block of T tokens passes through a cache in three steps::
 (see ``layout_ring``) attends to the old ring and to itself instead, and then its tail is written. Either way token i
 sees exactly what ``attention.visibility`` says.
 
+A codec may store tokens by groups (``grouped``). A layer then has its latest tokens beside its groups, and a block
+writes the groups that settle with it before it attends.
+
 Rollback is a length: ``truncate`` lowers ``length_B``. The slots of the cut tokens keep positions past the new length,
 where no query sees them, and the next block overwrites them (or, where it attends to the old ring, hides them).
 
@@ -25,7 +28,7 @@ positions and its mask are those of a full layout, and only what reads or writes
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +37,8 @@ import numpy as np
 from jdecode.attention import received, visibility
 from jdecode.attention import segment as segment_lib
 from jdecode.cache import codec as codec_lib
+from jdecode.cache import grouped, layout_paged, page_forks, page_pool, paged_rows
 from jdecode.cache import layout as layout_lib
-from jdecode.cache import layout_paged, page_forks, page_pool, paged_rows
 from jdecode.cache import slots as slots_lib
 
 
@@ -45,14 +48,17 @@ class LayerStore:
     """The rows of one layer, or its pools.
 
     Attributes:
-      keys, values: of each slot.
+      keys, values: of each slot, as the codec stores them (``segment.Rows``, and ``codec.StoredRows`` where it stores
+        slot by slot).
       received_BS: float32, the attention that each slot got so far, summed over queries and heads; ``None`` where
         nobody counts it.
+      recent: where keys and values are stored by groups, the latest tokens as they are.
     """
 
-    keys: codec_lib.StoredRows
-    values: codec_lib.StoredRows
+    keys: Any
+    values: Any
     received_BS: jax.Array | None = None
+    recent: "LayerStore | None" = None
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +74,7 @@ class KVCache:
         where no layer has pages.
       shared_B: int32, how many of a row's first tokens lie in pages that are only read: writes there are dropped.
         ``None`` where no layer has pages.
-      layouts: the distinct layouts. Static.
+      layouts: the distinct layouts; that of ``recent`` is one of them. Static.
       layout_idx: for each layer, which of ``layouts`` is its own. Static.
       codec: how rows are stored. Static.
     """
@@ -112,7 +118,7 @@ class KVCache:
         """Says whether a layer has a pool of pages instead of rows."""
         return isinstance(self.layouts[self.layout_idx[layer_idx]], layout_paged.PagedLayout)
 
-    def rows(self, layer_idx: int, stored: codec_lib.StoredRows) -> segment_lib.Rows:
+    def rows(self, layer_idx: int, stored: Any) -> segment_lib.Rows:
         """Returns keys or values of a layer as attention reads them: through the table where they lie in pages."""
         return self._paged(stored) if self.has_pages(layer_idx) else stored
 
@@ -120,10 +126,10 @@ class KVCache:
         self,
         layer_idx: int,
         codec: codec_lib.RowCodec,
-        stored: codec_lib.StoredRows,
+        stored: Any,
         slot_BT: jax.Array,
-        new: codec_lib.StoredRows,
-    ) -> codec_lib.StoredRows:
+        new: Any,
+    ) -> Any:
         """Returns keys or values of a layer with an encoded block in its slots. See ``codec.RowCodec.write``."""
         if self.has_pages(layer_idx):
             return self._paged(stored).write(slot_BT, new)
@@ -145,6 +151,7 @@ class Block:
       length_B: int32, the tokens that each row has seen after the block.
       slots: one (B, T) a layout; padding and tokens that lose their slot within the block are past the last slot.
       positions: the cache's position tables after the block.
+      settled: the groups that settle with the block; ``None`` for a codec without groups.
     """
 
     position_BT: jax.Array
@@ -152,6 +159,7 @@ class Block:
     length_B: jax.Array
     slots: tuple[jax.Array, ...]
     positions: tuple[jax.Array, ...]
+    settled: grouped.Settled | None = None
 
 
 def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -> Block:
@@ -170,6 +178,8 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
         else:
             slot_BT = layout.slot(position_BT)
             written_BT &= layout.survives(position_BT, length_B[:, None])
+        if cache.max_len is not None:  # in a ring, too, what is past the end must overwrite nothing
+            written_BT &= position_BT < cache.max_len
         if cache.shared_B is not None and layout is cache.paged_layout:
             written_BT &= position_BT >= cache.shared_B[:, None]
         # Past the last slot, and distinct: such writes are dropped. (Clamping or -1 would hit a live slot.)
@@ -177,12 +187,14 @@ def open_block(cache: KVCache, block_len: int, num_tokens_B: jax.Array | None) -
         slot_BT = jnp.where(written_BT, slot_BT, dropped_BT)
         slots.append(slot_BT)
         positions.append(slots_lib.scatter(position_BS, slot_BT, stored_position_BT))
+    grouping = cache.codec.grouping
     return Block(
         position_BT=position_BT,
         stored_position_BT=stored_position_BT,
         length_B=length_B,
         slots=tuple(slots),
         positions=tuple(positions),
+        settled=None if grouping is None else grouped.settle(grouping.settling, cache.length_B, length_B, block_len),
     )
 
 
@@ -226,19 +238,31 @@ class CachedLayer:
         What is not finite is written into keys alone (``segment.faults_in_keys``), so that a proposal that is refused
         harms nobody, neither in its own block nor as a slot past the length.
         """
-        cache, block, codec = self.cache, self.block, self.cache.codec
-        block_len = k_BTKH.shape[1]
-        k_BTKH, v_BTKH = segment_lib.faults_in_keys(codec.keys.cast(k_BTKH), codec.values.cast(v_BTKH))
-        fresh = LayerStore(keys=codec.keys.encode(k_BTKH), values=codec.values.encode(v_BTKH))
-        idx = cache.layout_idx[self.layer_idx]
-        layout, old = cache.layouts[idx], cache.stores[self.layer_idx]
-        new = LayerStore(
-            keys=cache.write(self.layer_idx, codec.keys, old.keys, block.slots[idx], fresh.keys),
-            values=cache.write(self.layer_idx, codec.values, old.values, block.slots[idx], fresh.values),
-            received_BS=_with_zeros(old.received_BS, block.slots[idx]),
+        codec, old = self.cache.codec, self.cache.stores[self.layer_idx]
+        k_BTKH, v_BTKH = codec.keys.cast(k_BTKH), codec.values.cast(v_BTKH)
+        if codec.grouping is None:
+            return self._append_tokens(codec, self.cache.layout_idx[self.layer_idx], old, k_BTKH, v_BTKH)
+        idx, exact = self.cache.layouts.index(codec.grouping.layout), codec.grouping.exact
+        k_BTKH, v_BTKH = exact.keys.cast(k_BTKH), exact.values.cast(v_BTKH)
+        assert old.recent is not None
+        recent, tokens = self._append_tokens(exact, idx, old.recent, k_BTKH, v_BTKH)
+        groups, settled = self._append_groups(codec, codec.grouping, old, tokens)
+        return dataclasses.replace(groups, recent=recent), (
+            *(_share(segment, codec.grouping, is_settled=True) for segment in settled),
+            *(_share(segment, codec.grouping, is_settled=False) for segment in tokens),
         )
+
+    def _append_tokens(
+        self, codec: codec_lib.KVCodec, layout_idx: int, old: LayerStore, k_BTKH: jax.Array, v_BTKH: jax.Array
+    ) -> tuple[LayerStore, tuple[segment_lib.Segment, ...]]:
+        """Writes the block token by token."""
+        cache, block, idx = self.cache, self.block, layout_idx
+        block_len, layout = k_BTKH.shape[1], cache.layouts[idx]
+        k_BTKH, v_BTKH = segment_lib.faults_in_keys(k_BTKH, v_BTKH)
+        fresh = LayerStore(keys=codec.keys.encode(k_BTKH), values=codec.values.encode(v_BTKH))
+        new = self._written(codec, old, block.slots[idx], fresh)
         if block_len <= layout.max_block_len:
-            return new, (self._stored_segment(new, block.positions[idx], block.length_B),)
+            return new, (self._stored_segment(idx, new, block.positions[idx], block.length_B),)
         fresh_segment = segment_lib.Segment(
             keys=fresh.keys,
             values=fresh.values,
@@ -248,12 +272,62 @@ class CachedLayer:
             is_block=True,
         )
         # The old slots still hold tokens that were taken back; in the fresh block others have their positions.
-        is_kept_BS = cache.positions[idx] < cache.length_B[:, None]
-        kept_position_BS = jnp.where(is_kept_BS, cache.positions[idx], visibility.EMPTY)
-        return new, (self._stored_segment(old, kept_position_BS, cache.length_B), fresh_segment)
+        kept_position_BS = _before(cache.positions[idx], cache.length_B)
+        return new, (self._stored_segment(idx, old, kept_position_BS, cache.length_B), fresh_segment)
 
-    def _stored_segment(self, store: LayerStore, position_BS: jax.Array, length_B: jax.Array) -> segment_lib.Segment:
-        layout = self.cache.layouts[self.cache.layout_idx[self.layer_idx]]
+    def _append_groups(
+        self,
+        codec: codec_lib.KVCodec,
+        grouping: codec_lib.Grouping,
+        old: LayerStore,
+        tokens: tuple[segment_lib.Segment, ...],
+    ) -> tuple[LayerStore, tuple[segment_lib.Segment, ...]]:
+        """Writes the groups that settle with the block, from the exact tokens that it attends over."""
+        cache, block, settled = self.cache, self.block, self.block.settled
+        assert settled is not None
+        idx, old = cache.layout_idx[self.layer_idx], dataclasses.replace(old, recent=None)
+        layout, block_len = cast(layout_lib.Layout, cache.layouts[idx]), block.position_BT.shape[1]
+        slot_BX, token_BX = settled.slots(layout), settled.slots_of_tokens(grouping.layout, cache.length_B, tokens)
+
+        def encoded(token_BX: jax.Array) -> LayerStore:
+            k_BXKH, v_BXKH = grouped.take_tokens(tokens, token_BX)
+            return LayerStore(keys=codec.keys.encode(k_BXKH), values=codec.values.encode(v_BXKH))
+
+        if len(tokens) == 1:
+
+            def write_group(turn: jax.Array, own: LayerStore) -> LayerStore:
+                token_BZ, slot_BZ = (settled.group(x_BX, turn) for x_BX in (token_BX, slot_BX))
+                return self._written(codec, own, slot_BZ, encoded(token_BZ))
+
+            # Mostly of no turn. (A condition would copy the rows that pass through it.)
+            new = jax.lax.fori_loop(0, settled.num_groups, write_group, old)
+        else:
+            fresh = encoded(token_BX)
+            new = self._written(codec, old, slot_BX, fresh)
+            if block_len > layout.max_block_len:
+                fresh_segment = segment_lib.Segment(
+                    keys=fresh.keys,
+                    values=fresh.values,
+                    position_BS=settled.position_BX,
+                    first_slot=jnp.int32(0),
+                    end_slot=settled.num_groups * settled.group_len,
+                )
+                position_BS = _before(cache.positions[idx], settled.before_B)
+                return new, (self._stored_segment(idx, old, position_BS, settled.before_B), fresh_segment)
+        position_BS = _before(block.positions[idx], settled.after_B)
+        return new, (self._stored_segment(idx, new, position_BS, settled.after_B),)
+
+    def _written(self, codec: codec_lib.KVCodec, old: LayerStore, slot_BT: jax.Array, fresh: LayerStore) -> LayerStore:
+        return LayerStore(
+            keys=self.cache.write(self.layer_idx, codec.keys, old.keys, slot_BT, fresh.keys),
+            values=self.cache.write(self.layer_idx, codec.values, old.values, slot_BT, fresh.values),
+            received_BS=_with_zeros(old.received_BS, slot_BT),
+        )
+
+    def _stored_segment(
+        self, layout_idx: int, store: LayerStore, position_BS: jax.Array, length_B: jax.Array
+    ) -> segment_lib.Segment:
+        layout = self.cache.layouts[layout_idx]
         first_slot, end_slot = jnp.int32(0), jnp.minimum(length_B.max(), layout.capacity)
         if isinstance(layout, layout_lib.PlacingLayout):
             end_slot = slots_lib.end_of_held(position_BS)
@@ -290,6 +364,16 @@ class CachedLayer:
 def _with_zeros(received_BS: jax.Array | None, slot_BT: jax.Array) -> jax.Array | None:
     """Forgets what those got whose slots are written."""
     return None if received_BS is None else slots_lib.scatter(received_BS, slot_BT, jnp.zeros(slot_BT.shape))
+
+
+def _before(position_BS: jax.Array, end_B: jax.Array) -> jax.Array:
+    """Returns positions with ``EMPTY`` for those that are not under ``end_B``."""
+    return jnp.where(position_BS < end_B[:, None], position_BS, visibility.EMPTY)
+
+
+def _share(part: segment_lib.Segment, grouping: codec_lib.Grouping, *, is_settled: bool) -> segment_lib.Segment:
+    share = visibility.Share(settling=grouping.settling, is_settled=is_settled)
+    return dataclasses.replace(part, share=share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ Two predictions stand beside each other, each made without the other:
   allocate (rows, scales, tables) is a line, under the name that it has in the cache.
 * *formula*: the closed form, for what the configuration alone decides::
 
-      keys and values    2 · L · B · S · K · H · b     L layers of one layout, its S slots a row, b bytes a number
+      keys and values    2 · L · B · S · K · H · b     L layers of one layout, its S slots a row, b bytes a number;
+                                                       and the same of the latest tokens, beside a codec by groups
       positions          4 · B · S                     an int32 a slot, once a layout (once a layer that evicts)
       received           4 · L · B · S                 a float32 a slot, in layers that evict as they go (h2o)
       length             4 · B                         an int32 a row
@@ -227,8 +228,12 @@ def leaf_bytes(leaf: Any) -> int:
 
 
 def layer_row_bytes(cache: kv_cache.KVCache, layer_idx: int) -> int:
-    """Returns the bytes of keys and values of one layer that one row has, with what belongs to them."""
-    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(cache.stores[layer_idx])) // cache.batch_size
+    """Returns the bytes of keys and values of one layer that one row has, with what belongs to them.
+
+    The latest tokens beside a codec by groups are not among them.
+    """
+    store = cache.stores[layer_idx]
+    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves((store.keys, store.values))) // cache.batch_size
 
 
 def most_rows(plan: Plan, device_bytes: int, *, is_tiled: bool = False) -> int:
@@ -265,7 +270,8 @@ class _Place:
       array: its name within the part, without the letters of its axes.
       layout_idx: of the layer or table that it belongs to.
       layer_idx: of a store.
-      side: the attribute of a store: ``"keys"``, ``"values"``, or what else a layer may hold.
+      side: the attribute of a store: ``"keys"``, ``"values"``, those of its latest tokens (``"recent keys"``), or what
+        else a layer may hold.
     """
 
     part: str
@@ -281,14 +287,12 @@ def _place(cache: kv_cache.KVCache, path: tuple[Any, ...]) -> _Place:
 
     part = path[0].name
     if part == "stores":
-        layer = path[1].idx
-        return _Place(
-            part=part,
-            array=name(path[3:]),
-            layout_idx=cache.layout_idx[layer],
-            layer_idx=layer,
-            side=name(path[2:3]),
-        )
+        layer, side, rest = path[1].idx, name(path[2:3]), path[3:]
+        layout_idx = cache.layout_idx[layer]
+        if side == "recent" and cache.codec.grouping is not None:
+            side, rest = f"recent {rest[0].name}", rest[1:]
+            layout_idx = cache.layouts.index(cache.codec.grouping.layout)
+        return _Place(part=part, array=name(rest), layout_idx=layout_idx, layer_idx=layer, side=side)
     if part == "positions":
         return _Place(part=part, array=part, layout_idx=path[1].idx)
     return _Place(part=part, array=name(path))
@@ -330,8 +334,11 @@ def _line(plan: Plan, cache: kv_cache.KVCache, members: list[tuple[_Place, Any]]
     if place.part == "stores":
         name = " and ".join(sides)
         if _is_numbers(cache, place, leaf):
+            is_recent = place.side.startswith("recent ")
+            num_layers = plan.model.num_layers if is_recent else cache.layout_idx.count(cast(int, place.layout_idx))
             shape = (plan.batch_size, num_slots, plan.model.num_kv_heads, plan.model.head_dim)
-            factors, bits = (len(sides), num_layers, *shape), number_bits(plan.dtype)
+            factors = (len(sides), num_layers, *shape)
+            bits = number_bits(plan.compute_dtype if is_recent else plan.dtype)
         elif place.side == "received":
             factors = (num_layers, plan.batch_size, num_slots)
         else:
@@ -362,9 +369,12 @@ def _line(plan: Plan, cache: kv_cache.KVCache, members: list[tuple[_Place, Any]]
 
 def _is_numbers(cache: kv_cache.KVCache, place: _Place, leaf: Any) -> bool:
     """Says whether a leaf holds the keys or values themselves: it is the largest array of its rows."""
-    if place.side not in ("keys", "values"):
+    *parents, side = place.side.split()
+    if side not in ("keys", "values"):
         return False
-    rows = getattr(cache.stores[cast(int, place.layer_idx)], place.side)
+    rows: Any = cache.stores[cast(int, place.layer_idx)]
+    for attribute in (*parents, side):
+        rows = getattr(rows, attribute)
     return leaf_bytes(leaf) == max(map(leaf_bytes, jax.tree.leaves(rows)))
 
 

@@ -48,3 +48,15 @@ def test_soft_cap_by_hand():
     got = visibility.soft_capped(jnp.asarray([0.0, 1.0, -1.0, 60.0, -60.0]), 5.0)
     np.testing.assert_allclose(got, [0, 0.9868766, -0.9868766, 5, -5], rtol=1e-6)
     np.testing.assert_array_equal(visibility.soft_capped(jnp.asarray([60.0]), None), [60.0])
+
+
+# Groups of 4, settled when 2 tokens came after them: 0 .. 3 from position 5 on, 4 .. 7 from position 9 on.
+@pytest.mark.parametrize(("query", "num_settled"), [(0, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_settling_by_hand(query, num_settled):
+    settling = visibility.Settling(group_len=4, lag=2)
+    assert int(settling.end(jnp.int32(query + 1))) == num_settled
+    key = jnp.asarray([[*range(14), EMPTY]], jnp.int32)
+    for is_settled in (True, False):
+        share = visibility.Share(settling=settling, is_settled=is_settled)
+        covered = np.asarray(share.covers(jnp.asarray([[query]], jnp.int32), key))[0, 0]
+        np.testing.assert_array_equal(covered, (np.arange(15) < num_settled) == is_settled)

@@ -14,10 +14,10 @@ N, H, B = 4, 6, 5
 SLOT_BYTES = 2 * 2 * 6 * 2  # keys and values, two heads of 6, bfloat16
 
 
-def plan_of(capacity: int, *, layout: str = "auto", slack: int = 0, layers=MIXED.layers) -> ledger.Plan:
+def plan_of(capacity: int, *, layout: str = "auto", slack: int = 0, layers=MIXED.layers, **cache) -> ledger.Plan:
     return ledger.Plan(
         model=dataclasses.replace(MIXED, layers=layers),
-        cache=config_lib.CacheConfig(layout=layout, slack=slack),
+        cache=config_lib.CacheConfig(layout=layout, slack=slack, **cache),
         batch_size=B,
         capacity=capacity,
         compute_dtype="bfloat16",
@@ -67,6 +67,18 @@ def test_a_prefill_reads_once_a_chunk():
     # As a mask, the window leaves out what is before it: positions 2, 7 and 12 are the first ones read.
     masked = attention_work.prefill(plan_of(19, layers=(local,), layout="full"), 5)
     assert masked.read_bytes == B * SLOT_BYTES * (5 + 8 + 8 + 7)
+
+
+def test_groups_and_latest_tokens():
+    full = MIXED.layers[2:]
+    groups = {"dtype": "int8_channel", "group_len": 4, "layers": full}
+    # 19 tokens: 16 are settled, a token after the fourth group; the ring of 4 + 1 slots is full. A slot has a byte a
+    # number, a scale of 4 bytes for a value, and a quarter of one for a key's channel; the ring has two bytes a number.
+    slot, exact = 2 * 2 * 6 + 2 * 4 + 2 * 6, 2 * 2 * 6 * 2
+    assert attention_work.decode_step(plan_of(19, **groups)).read_bytes == B * (16 * slot + 5 * exact)
+    # Chunks of 10 end at 10 and 19; 8 are settled, then 16. A chunk is longer than the ring's slack.
+    work = attention_work.prefill(plan_of(19, **groups), 10)
+    assert work.read_bytes == B * ((8 + 16) * slot + (10 + (5 + 9)) * exact)
 
 
 def test_a_step_is_linear_and_a_prefill_quadratic():

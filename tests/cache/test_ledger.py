@@ -158,6 +158,39 @@ def test_a_cache_that_evicts_on_a_mesh():
     assert own.device_bytes == shard == argument_bytes(cache)
 
 
+def test_lines_of_groups_by_hand():
+    own = ledger.ledger(plan_of(layout="full", dtype="int4", slack=3, group_len=4))
+    # 19 slots are 5 groups of 4; 2 heads of 6 in one run each; a ring of 4 + (3 + 1) + 3 slots for the latest tokens.
+    ring = "ring(window=8, slack=3)"
+    assert [(line.name, line.layout, line.num_layers, line.num_slots, line.num_bytes) for line in own.lines] == [
+        ("keys and values", "full", 3, 20, 3 * B * 20 * 2 * 6),
+        ("keys: scale", "full", 3, 20, 3 * B * 5 * 2 * 6 * 4),
+        ("keys: offset", "full", 3, 20, 3 * B * 5 * 2 * 6 * 4),
+        ("values: scale", "full", 3, 20, 3 * B * 20 * 2 * 2),
+        ("values: offset", "full", 3, 20, 3 * B * 20 * 2 * 2),
+        ("recent keys and recent values", ring, 3, 11, 2 * 3 * B * 11 * 2 * 6 * 2),
+        ("positions", "full", 0, 20, 4 * B * 20),
+        ("positions", ring, 0, 11, 4 * B * 11),
+        ("length", "", 0, 0, 4 * B),
+    ]
+    formulas = [line.formula for line in own.lines if line.formula is not None]
+    assert formulas == ["2·3·5·20·2·6·4/8", "2·3·5·11·2·6·2", "5·20·4", "5·11·4", "5·4"]
+    assert own.stored_bytes == sum(line.num_bytes for line in own.lines[:6])
+
+
+@pytest.mark.parametrize(("data", "model"), [(2, 4), (8, 1)])
+@pytest.mark.parametrize("dtype", config_lib.GROUPED_DTYPES)
+def test_bytes_a_device_of_groups(data, model, dtype):
+    config = dataclasses.replace(MIXED, num_heads=4, num_kv_heads=4)
+    plan = plan_of(config, dtype=dtype, slack=1, batch_size=8, mesh=config_lib.MeshConfig(data=data, model=model))
+    own, cache = ledger.ledger(plan), allocated(plan)
+    held = [sum(shard.data.nbytes for shard in leaf.addressable_shards[:1]) for leaf in jax.tree.leaves(cache)]
+    assert own.device_bytes == sum(held) == argument_bytes(cache)
+    # Every row and head has its own scales, so all of them are split as their numbers are.
+    tables = sum(line.device_bytes for line in own.lines if not line.is_stored)
+    assert own.device_bytes - tables == own.stored_bytes // (data * model)
+
+
 def test_arguments_of_a_real_step():
     plan = plan_of(slack=1)
     cache, model = allocated(plan), transformer.Transformer(MIXED, dtype="bfloat16")

@@ -1,4 +1,6 @@
-"""A cache in 8 bits through whole models: close to float32, and the same whatever chunks, layout and draft."""
+"""A quantised cache through whole models: close to float32, and the same whatever chunks, layout and draft."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ from jdecode.models import transformer
 from tests import tiny_model, tiny_models
 from tests.speculative import drafts_under_test
 
-DTYPES = ("int8", "fp8")
+DTYPES = ("int8", "fp8", "int8_channel", "int4")
+MOST_OFF = {"int8": 0.5, "fp8": 2.0, "int8_channel": 0.5, "int4": 3.0}  # logits of about 5
 MODEL = transformer.Transformer(config=tiny_models.MIXED, backend="blockwise", dtype="float32")
 PARAMS = tiny_models.random_params(tiny_models.MIXED)
 ROWS = tiny_models.random_rows((17, 5, 11))
@@ -28,8 +31,8 @@ def _logits(dtype: str, chunk_len: int, **options) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_close_to_float32_but_not_the_same(dtype):
     difference = np.abs(_logits(dtype, 17) - _logits("float32", 17))
-    assert ATOL < difference.max() < (0.5 if dtype == "int8" else 2.0)  # logits of about 5
-    assert difference.mean() < (0.05 if dtype == "int8" else 0.3)
+    assert ATOL < difference.max() < MOST_OFF[dtype]
+    assert difference.mean() < (0.05 if "int8" in dtype else 0.3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,14 +61,15 @@ def test_backends_agree(dtype):
 def test_greedy_with_a_draft_is_plain_greedy(name, kind, dtype):
     lm = tiny_model.load(name)
     rows = [[5, 6, 7] * 6, [9, 8], [3] * 11]
-    options = {"max_new_tokens": 40, "ignore_eos": True, "cache": config.CacheConfig(dtype=dtype)}
+    groups: dict[str, Any] = {"group_len": 4} if dtype in config.GROUPED_DTYPES else {}
+    options = {"max_new_tokens": 40, "ignore_eos": True, "cache": config.CacheConfig(dtype=dtype, **groups)}
     plain = lm.generate(rows, **options)
     drafted = lm.generate(rows, draft=drafts_under_test.make(kind, lm), num_draft_tokens=3, **options)
     assert drafted.stats["drafted"] > 0
     assert tiny_model.rows(drafted) == tiny_model.rows(plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_bytes(dtype):
     cache = tiny_models.empty_cache(tiny_models.MIXED, 2, dtype=dtype, layout="full", capacity=32)
     K, H, L = tiny_models.MIXED.num_kv_heads, tiny_models.MIXED.head_dim, tiny_models.MIXED.num_layers
@@ -73,3 +77,16 @@ def test_bytes(dtype):
     assert cache.num_bytes == stores + 4 * (2 * 32 + 2)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(cache.stores)}
     assert dtypes == {jnp.dtype("int8"), jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", ["int8_channel", "int4"])
+def test_bytes_of_groups(dtype):
+    cache = tiny_models.empty_cache(tiny_models.MIXED, 2, dtype=dtype, layout="full", capacity=32, slack=3)
+    K, H, L, Z = tiny_models.MIXED.num_kv_heads, tiny_models.MIXED.head_dim, tiny_models.MIXED.num_layers, 4
+    latest = Z + (3 + 1) + 3  # a group, the slack and a quarter of a group after it, and the slack
+    exact = 2 * latest * K * H * 4
+    if dtype == "int8_channel":  # a byte a number; four a channel and group, and a token and head
+        stores = 2 * 32 * K * H + 32 // Z * K * H * 4 + 32 * K * 4
+    else:  # half a byte; twice four a channel and group, twice two a token and head, whose 6 channels are one run
+        stores = 32 * K * H + 32 // Z * K * H * 8 + 32 * K * 4
+    assert cache.num_bytes == 2 * (L * (stores + exact) + 4 * (32 + latest + 1))

@@ -43,8 +43,9 @@ def _place(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig, params: dict
     return jax.tree_util.tree_map_with_path(put, params)
 
 
-def _cache(config, layout: str, mesh: jax.sharding.Mesh | None) -> kv_cache.KVCache:
-    cache_config = config_lib.CacheConfig(layout=layout, slack=BLOCK_LEN - 1)
+def _cache(config, layout: str, mesh: jax.sharding.Mesh | None, dtype: str = "auto") -> kv_cache.KVCache:
+    groups: dict[str, Any] = {"group_len": 4} if dtype in config_lib.GROUPED_DTYPES else {}
+    cache_config = config_lib.CacheConfig(layout=layout, slack=BLOCK_LEN - 1, dtype=dtype, **groups)
     return allocate.init_cache(
         config, cache_config, batch_size=8, capacity=LAST_SLOT_LEN, compute_dtype="float32", mesh=mesh
     )
@@ -52,20 +53,22 @@ def _cache(config, layout: str, mesh: jax.sharding.Mesh | None) -> kv_cache.KVCa
 
 # More devices than key/value heads, fewer, and counts that do not divide (huggingface/transformers#48307,
 # NVIDIA/TensorRT-LLM#4308, pytorch/torchtitan#2577, aws-neuron/aws-neuron-sdk#1289).
-CASES = [("auto", 2, 4, heads) for heads in (1, 2, 3, 4, 8)]
-CASES += [("auto", 1, 8, 3), ("auto", 1, 8, 8), ("auto", 8, 1, 2), ("auto", 1, 2, 8), ("auto", 1, 2, 6)]
-CASES += [("full", 2, 4, 4), ("full", 1, 8, 2)]
+CASES = [("auto", 2, 4, heads, "auto") for heads in (1, 2, 3, 4, 8)]
+CASES += [("auto", *case, "auto") for case in ((1, 8, 3), (1, 8, 8), (8, 1, 2), (1, 2, 8), (1, 2, 6))]
+CASES += [("full", 2, 4, 4, "auto"), ("full", 1, 8, 2, "auto")]
+# The quality of a quantised cache depended on the number of devices (vllm-project/vllm#23813).
+CASES += [("full", 2, 4, 4, "int4"), ("auto", 2, 4, 3, "int8_channel")]
 
 
-@pytest.mark.parametrize(("layout", "data", "model", "num_kv_heads"), CASES)
-def test_mesh_equals_one_device(layout, data, model, num_kv_heads):
+@pytest.mark.parametrize(("layout", "data", "model", "num_kv_heads", "dtype"), CASES)
+def test_mesh_equals_one_device(layout, data, model, num_kv_heads, dtype):
     config = _config(num_kv_heads)
     network, params = transformer.Transformer(config), tiny_models.random_params(config)
     rows = tiny_models.random_rows(LENGTHS, config.vocab_size)
-    expected, single = tiny_models.feed(network, params, rows, _cache(config, layout, None), BLOCK_LEN)
+    expected, single = tiny_models.feed(network, params, rows, _cache(config, layout, None, dtype), BLOCK_LEN)
 
     mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=data, model=model))
-    placed, cache = _place(mesh, config, params), _cache(config, layout, mesh)
+    placed, cache = _place(mesh, config, params), _cache(config, layout, mesh, dtype)
     got, after = tiny_models.feed(network, placed, rows, cache, BLOCK_LEN)
 
     tiny_models.assert_rows_close(got, expected)
@@ -85,7 +88,7 @@ def _check_places(cache, after, placed, *, data: int, model: int, num_kv_heads: 
     for held in (cache, after):
         stored = held.stores[0].keys.data_BSX
         shard = stored.sharding.shard_shape(stored.shape)
-        assert (shard[0], shard[2]) == (8 // data, num_kv_heads * 4 // split)
+        assert (shard[0], shard[2]) == (8 // data, stored.shape[2] // split)
 
 
 def test_past_capacity_nothing_is_overwritten_on_a_mesh():
