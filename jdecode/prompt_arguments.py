@@ -98,7 +98,6 @@ def shorten(
         if start < 0:
             raise ValueError("--prompt-budget: expected a chat template that writes the message as it is; use --prompt")
         protected += [(0, start), (start + len(message), len(text))]
-    is_model = draft is not None and not isinstance(draft, str)
     try:
         return compress.compress_prompt(
             lm,
@@ -106,7 +105,7 @@ def shorten(
             budget=asked.budget,
             protected=protected,
             question=asked.question,
-            scorer=token_scorer.ModelScorer(lm=draft) if is_model else None,
+            scorer=None if draft is None or isinstance(draft, str) else token_scorer.ModelScorer(lm=draft),
         )
     except ValueError as error:
         names = {"protected": "--prompt-keep", "question": "--prompt-question", "budget": "--prompt-budget"}

@@ -69,7 +69,8 @@ def compress_prompt(
         ``range(start, stop)`` of token indices. A unit that they touch stays whole. If the prompt holds the question or
         instructions, protect them.
       question: what the prompt will be asked. The units whose tokens it makes more likely stay.
-      unit: ``"token"``, ``"word"`` or ``"sentence"``; ``None`` for sentences with a question and words without.
+      unit: ``"token"``, ``"word"`` or ``"sentence"``; ``None`` for sentences with a question and words without (or
+        tokens, where there is no tokenizer).
       keep_structure: what stays of a line keeps the line's break and list marker, and what stays of a sentence its end.
       scorer: says how surprising tokens are; ``None`` for ``lm``.
 
@@ -86,16 +87,18 @@ def compress_prompt(
       result = lm.generate([short.ids])
     """
     started = time.perf_counter()
-    unit = _checked_unit(unit, question)
+    unit = _checked_unit(unit, question, has_text=lm.tokenizer is not None)
     tokenizer, ids = lm.tokenizer, _token_ids(lm, prompt, "prompt")
     most = budget_tokens(budget, len(ids))
     placed = None if tokenizer is None else token_text_lib.token_text(ids, tokenizer)
     wanted = protection.protected_tokens(placed, protected, prompt=prompt, num_tokens=len(ids))
-    question_ids = () if question is None else question_context(lm, question)
+    question_ids = None if question is None else question_context(lm, question)
     kept = tuple(range(len(ids)))
     if most < len(ids):
-        is_text_known = placed is not None
-        division = units.divide(placed, unit, keep_structure=keep_structure) if is_text_known else units.divide_ids(ids)
+        if placed is None:
+            division = units.divide_ids(ids)
+        else:
+            division = units.divide(placed, unit, keep_structure=keep_structure)
         required = selection.required(division, wanted)
         if len(required) > most:
             raise ValueError(
@@ -103,13 +106,15 @@ def compress_prompt(
                 "raise the budget, or protect less"
             )
         scorer = token_scorer.ModelScorer(lm=lm) if scorer is None else scorer
-        scores = unit_scores(division, scorer, ids, question_ids)
+        num_start = 0 if placed is None else placed.num_start
+        scores = unit_scores(division, scorer, ids, num_start=num_start, question_ids=question_ids)
         kept = selection.select(division, scores, required, most)
     left = tuple(ids[idx] for idx in kept)
     text = None
     if tokenizer is not None:
-        is_same = isinstance(prompt, str) and len(left) == len(ids)
-        text = prompt if is_same else token_text_lib.token_text(left, tokenizer).text
+        text = token_text_lib.token_text(left, tokenizer).text
+        if isinstance(prompt, str) and len(left) == len(ids):
+            text = prompt
     return CompressedPrompt(
         ids=left,
         text=text,
@@ -142,7 +147,12 @@ def budget_tokens(budget: int | float, num_tokens: int) -> int:
 
 
 def unit_scores(
-    division: units.Division, scorer: token_scorer.TokenScorer, ids: Sequence[int], question_ids: Sequence[int] = ()
+    division: units.Division,
+    scorer: token_scorer.TokenScorer,
+    ids: Sequence[int],
+    *,
+    num_start: int = 0,
+    question_ids: Sequence[int] | None = None,
 ) -> list[float]:
     """Scores the units of a prompt; the higher stay.
 
@@ -150,17 +160,23 @@ def unit_scores(
       division: of the prompt.
       scorer: asked about the prompt, and with a question about the prompt behind the question.
       ids: of the prompt.
-      question_ids: empty for no question.
+      num_start: how many of them ``encode`` puts before every text; they are in no unit.
+      question_ids: ``None`` for no question.
 
     Returns:
       For each unit the mean of its tokens' surprise in nats; or with a question, the quadratic mean of how many nats
       less they are behind it: one name that the question foretells says more than many small gains.
     """
-    if question_ids:
-        gains = token_scorer.contrast(scorer, ids, question_ids)
-        return [math.sqrt(np.square(gains[list(unit.tokens)]).mean()) for unit in division.units]
-    scores = token_scorer.surprise_of_text(scorer, ids)
-    return [float(scores[list(unit.tokens)].mean()) for unit in division.units]
+    start, text = ids[:num_start], ids[num_start:]
+    if question_ids is None:
+        scores = token_scorer.surprise_of_text(scorer, text, context=start)
+        return [float(scores[_places(unit, num_start)].mean()) for unit in division.units]
+    gains = token_scorer.contrast(scorer, text, question_ids, start)
+    return [math.sqrt(np.square(gains[_places(unit, num_start)]).mean()) for unit in division.units]
+
+
+def _places(unit: units.Unit, num_start: int) -> list[int]:
+    return [idx - num_start for idx in unit.tokens]
 
 
 def question_context(lm: "language_model.LanguageModel", question: str | Sequence[int]) -> tuple[int, ...]:
@@ -168,11 +184,13 @@ def question_context(lm: "language_model.LanguageModel", question: str | Sequenc
     return _token_ids(lm, f"{question}\n\n" if isinstance(question, str) and question else question, "question")
 
 
-def _checked_unit(unit: str | None, question: Any) -> str:
+def _checked_unit(unit: str | None, question: Any, *, has_text: bool) -> str:
     if unit is None:
-        return "word" if question is None else "sentence"
+        return "token" if not has_text else "word" if question is None else "sentence"
     if unit not in units.UNITS:
         raise ValueError(f"unit: expected one of {', '.join(units.UNITS)}, got {unit!r}")
+    if unit != "token" and not has_text:
+        raise ValueError(f"unit: expected token for a model without a tokenizer, got {unit!r}")
     return unit
 
 

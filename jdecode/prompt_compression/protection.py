@@ -1,7 +1,7 @@
 """What a caller wants to keep of a prompt, as tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jdecode import request
 from jdecode.prompt_compression import token_text as token_text_lib
@@ -49,7 +49,7 @@ def protected_tokens(
     return frozenset(tokens)
 
 
-def _is_span(thing: Any) -> bool:
+def _is_span(thing: Any) -> TypeGuard[tuple[int, int]]:
     return isinstance(thing, tuple) and len(thing) == 2 and all(request.is_integer(place) for place in thing)
 
 

@@ -82,8 +82,9 @@ def surprise_of_text(
 
     Args:
       scorer: asked about one window at a time.
-      ids: of the text, at least one.
-      context: ids that every window starts with.
+      ids: of the text.
+      context: ids that every window starts with: a question, or what starts every text, without which a model that
+        expects it scores badly.
       text_len: tokens of the text in a window, at least 2; ``None`` for as many as the scorer reads at once.
 
     Returns:
@@ -114,7 +115,9 @@ def surprise_of_text(
     return scores
 
 
-def contrast(scorer: TokenScorer, ids: Sequence[int], question_ids: Sequence[int]) -> np.ndarray:
+def contrast(
+    scorer: TokenScorer, ids: Sequence[int], question_ids: Sequence[int], start_ids: Sequence[int] = ()
+) -> np.ndarray:
     """Says how much less surprising the tokens of a text are behind a question.
 
     Small models soon forget a question, so it stands before each stretch of the text, which is short
@@ -122,8 +125,9 @@ def contrast(scorer: TokenScorer, ids: Sequence[int], question_ids: Sequence[int
 
     Args:
       scorer: asked about one window at a time.
-      ids: of the text, at least one.
+      ids: of the text.
       question_ids: at least one.
+      start_ids: what starts every text; put before the question where it does not start with it.
 
     Returns:
       float64 (len(ids)), nats, at least 0: a token that the question makes less likely says nothing against its
@@ -133,6 +137,9 @@ def contrast(scorer: TokenScorer, ids: Sequence[int], question_ids: Sequence[int
       ValueError: the question is too long, or as ``surprise_of_text``.
       FloatingPointError: as ``surprise_of_text``.
     """
+    start_ids, question_ids = tuple(start_ids), tuple(question_ids)
+    if question_ids[: len(start_ids)] != start_ids:
+        question_ids = start_ids + question_ids
     window_len = min(max(QUESTION_WINDOW_LEN, 2 * len(question_ids)), scorer.window_len)
     stretch_len = window_len - len(question_ids)
     if stretch_len < 2:
@@ -140,8 +147,9 @@ def contrast(scorer: TokenScorer, ids: Sequence[int], question_ids: Sequence[int
             f"question: expected at most {scorer.window_len - 2} tokens, as many as are scored at once, got "
             f"{len(question_ids)}; shorten it"
         )
-    without = surprise_of_text(scorer, ids, text_len=stretch_len)
+    without = surprise_of_text(scorer, ids, context=start_ids, text_len=stretch_len)
     behind = surprise_of_text(scorer, ids, context=question_ids, text_len=stretch_len)
     gains = np.maximum(without - behind, 0.0)
-    gains[0] = 0.0  # nothing predicts it without the question
+    if not start_ids:
+        gains[:1] = 0.0  # nothing predicts the first token without the question
     return gains

@@ -22,11 +22,13 @@ class TokenText:
       text: control strings included, but without what ``encode`` puts round a text.
       spans: for each token, the characters; empty for what ``encode`` puts round a text.
       fixed: indices of tokens that are no text: control tokens, and what ``encode`` puts round a text.
+      num_start: how many of the first tokens ``encode`` puts before a text.
     """
 
     text: str
     spans: tuple[Span, ...]
     fixed: frozenset[int]
+    num_start: int
 
     def tokens_in(self, start: int, end: int) -> range:
         """Returns the tokens that hold any of the characters ``start`` to ``end`` (half open)."""
@@ -53,7 +55,8 @@ def token_text(ids: Sequence[int], tokenizer: tokenizer_lib.Tokenizer) -> TokenT
         pieces[first] = pieces[first].removeprefix(b" ")
     special = (idx for idx, token_id in enumerate(ids) if token_id in tokenizer.special_ids)
     text, spans = _characters(pieces)
-    return TokenText(text=text, spans=spans, fixed=frozenset([*special, *range(first), *range(last, len(ids))]))
+    fixed = frozenset([*special, *range(first), *range(last, len(ids))])
+    return TokenText(text=text, spans=spans, fixed=fixed, num_start=first)
 
 
 def _characters(pieces: Sequence[bytes]) -> tuple[str, tuple[Span, ...]]:

@@ -26,7 +26,7 @@ def byte_tokenizer(merges: Sequence[str] = (), *, adds_start: bool = False) -> t
     alias = {byte: char for char, byte in token_bytes.byte_aliases().items()}
     vocabulary = {"<|start|>": START, "<|turn|>": TURN, "<|stop|>": STOP}
     vocabulary.update({alias[byte]: byte + 3 for byte in range(256)})
-    pairs = [tuple(pair.split(" ")) for pair in merges]
+    pairs = [(left, right) for left, right in (pair.split(" ") for pair in merges)]
     for left, right in pairs:
         vocabulary[left + right] = len(vocabulary)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))

@@ -90,7 +90,8 @@ def test_protected_text_numbers_and_characters_stay_whole(text: str, data: st.Da
         short = jdecode.compress_prompt(lm, text, **options)
     except ValueError as error:
         (least,) = re.findall(r"expected at least (\d+)", str(error))  # and that is enough
-        short = jdecode.compress_prompt(lm, text, **(options | {"budget": int(least)}))
+        options["budget"] = int(least)
+        short = jdecode.compress_prompt(lm, text, **options)
         assert len(short.ids) == int(least)
     assert short.text is not None
     assert short.ids[0] == small_prompts.START and len(short.ids) <= short.stats["budget_tokens"]
@@ -108,7 +109,8 @@ def test_protected_text_numbers_and_characters_stay_whole(text: str, data: st.Da
     assert all(is_kept_char[char] == {True} for char in range(start, end))
     for number in re.finditer(r"[0-9]+(?:[.,-][0-9]+)*", text):
         assert len(set.union(*(is_kept_char[char] for char in range(*number.span())))) == 1
-    again = jdecode.compress_prompt(lm, text, **(options | {"budget": short.stats["budget_tokens"]}))
+    options["budget"] = short.stats["budget_tokens"]
+    again = jdecode.compress_prompt(lm, text, **options)
     assert (again.ids, again.text, again.kept) == (short.ids, short.text, short.kept)
 
 
@@ -142,6 +144,17 @@ def test_a_question_keeps_the_sentence_that_it_foretells():
     # Without it the mean surprise of the sentences: (5 + 5 + 5 + 5 + 1 + 1) / 6 for the second, whose blank is the
     # first of the text, and 3 for the others.
     assert jdecode.compress_prompt(lm, text, budget=7, unit="sentence", scorer=EchoScorer()).text == " defde."
+
+
+def test_every_window_begins_as_the_models_texts_do():
+    tokenizer = small_prompts.byte_tokenizer(adds_start=True)
+    scorer = TableScorer(dict.fromkeys(range(259), 1.0), window_len=8)
+    jdecode.compress_prompt(small_prompts.language_model(tokenizer), "abcdefghijklmnopq", budget=3, scorer=scorer)
+    assert [tokenizer.decode(window, skip_special_tokens=False) for window in scorer.asked] == [
+        "<|start|>abcdefg",  # seven tokens of the text, then five new ones a window
+        "<|start|>fghijkl",
+        "<|start|>klmnopq",
+    ]
 
 
 def test_chat_frames_stay():
@@ -188,6 +201,7 @@ def test_one_token_and_one_token_left():
         ([1, 11], {"budget": 1}, "expected token ids from 0 to 10, got 11"),
         ([1.0, 2], {"budget": 1}, "prompt: expected text or a list of token ids"),
         ([1, 2], {"budget": 1, "unit": "line"}, "unit: expected one of token, word, sentence, got 'line'"),
+        ([1, 2], {"budget": 1, "unit": "word"}, "unit: expected token for a model without a tokenizer, got 'word'"),
         ([1, 2], {"budget": 1, "protected": range(0, 3)}, r"expected token indices from 0 to 1, got range\(0, 3\)"),
         ([1, 2], {"budget": 1, "protected": range(0, 2)}, "budget: expected at least 2 of 2 tokens.* got 1"),
         ([1, 2], {"budget": 2, "protected": "a"}, r"expected ranges of token indices \(no tokenizer, no text\)"),

@@ -51,6 +51,13 @@ def test_contrast_is_what_the_question_gains_and_never_negative():
     gains = token_scorer.contrast(small_prompts.EchoScorer(), [5, 7, 5, 8, 8, 9], [7, 8])
     assert gains.tolist() == [0, 4, 0, 4, 0, 0]
 
+    # what starts every text starts the question too, once, and is there without the question
+    gains = token_scorer.contrast(small_prompts.EchoScorer(), [5, 7, 1, 8], [1, 7, 8], [1])
+    assert gains.tolist() == [0, 4, 0, 4]
+    table = small_prompts.TableScorer([1.0] * 9)
+    token_scorer.contrast(table, [5, 7], [7], [1])
+    assert table.asked == [[1, 5, 7], [1, 7, 5, 7]]
+
     class Worse(small_prompts.EchoScorer):
         def surprise(self, ids: Sequence[int]) -> np.ndarray:
             return 6.0 - super().surprise(ids)

@@ -22,7 +22,7 @@ def test_stray_bytes_and_control_tokens():
     placed = token_text.token_text(ids, tokenizer)
     assert placed.text == "\ufffd(<|turn|>\ufffd\ufffd"
     assert placed.spans == ((0, 0), (0, 1), (1, 2), (2, 10), (10, 11), (11, 12))
-    assert placed.fixed == {0, 3}
+    assert (placed.fixed, placed.num_start) == ({0, 3}, 1)
 
 
 def test_the_first_space_of_a_sentencepiece_text_is_nowhere():
