@@ -90,10 +90,13 @@ def shorten(
     from jdecode.prompt_compression import compress, token_scorer, token_text  # late: they import jax
 
     protected: list[Any] = list(asked.keep)
+    text = "" if lm.tokenizer is None else token_text.token_text(ids, lm.tokenizer).text
     if asked.question is not None:
+        if asked.question not in text:
+            raise ValueError(f"--prompt-question: expected a part of the prompt, got {asked.question!r}"[:200])
         protected.append(asked.question)
-    if message is not None and lm.tokenizer is not None:
-        text, message = token_text.token_text(ids, lm.tokenizer).text, message.strip()
+    if message is not None:
+        message = message.strip()
         start = text.rfind(message)
         if start < 0:
             raise ValueError("--prompt-budget: expected a chat template that writes the message as it is; use --prompt")
