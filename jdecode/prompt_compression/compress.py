@@ -100,11 +100,7 @@ def compress_prompt(
         else:
             division = units.divide(placed, unit, keep_structure=keep_structure)
         required = selection.required(division, wanted)
-        if len(required) > most:
-            raise ValueError(
-                f"budget: expected at least {len(required)} of {len(ids)} tokens, which must stay, got {most}; "
-                "raise the budget, or protect less"
-            )
+        _check_room(division, required, most, is_enough=bool(wanted), unit=unit)
         scorer = token_scorer.ModelScorer(lm=lm) if scorer is None else scorer
         num_start = 0 if placed is None else placed.num_start
         scores = unit_scores(division, scorer, ids, num_start=num_start, question_ids=question_ids)
@@ -144,6 +140,19 @@ def budget_tokens(budget: int | float, num_tokens: int) -> int:
     raise ValueError(
         f"budget: expected a whole number of tokens from 1, or a share as a float over 0 up to 1.0, got {budget!r}"
     )
+
+
+def _check_room(division: units.Division, required: frozenset[int], most: int, *, is_enough: bool, unit: str) -> None:
+    """Refuses a budget that what must stay is over; or, where that is nothing of the caller's, that no unit fits."""
+    num_needed, what = len(required), "which must stay"
+    if not is_enough:
+        num_needed += min((len(selection.additional(each, required)) for each in division.units), default=0)
+        what = f"which the shortest {unit} takes beside what must stay"
+    if num_needed > most:
+        raise ValueError(
+            f"budget: expected at least {num_needed} tokens, {what}, got {most}; raise the budget, protect less or cut "
+            "more finely"
+        )
 
 
 def unit_scores(
@@ -201,11 +210,12 @@ def _token_ids(lm: "language_model.LanguageModel", text: Any, name: str) -> tupl
             raise ValueError(f"{name}: expected some text, got an empty one")
         return tuple(lm.encode(text))
     ids = text.tolist() if isinstance(text, np.ndarray) else text
-    if not request.is_list(ids) or not all(request.is_integer(token_id) for token_id in ids):
-        raise TypeError(f"{name}: expected text or a list of token ids, got {text!r}"[:200])
+    if not request.is_list(ids):
+        raise TypeError(f"{name}: expected text or a list of token ids, got {type(text).__name__}")
     last = lm.config.vocab_size - 1
-    if wrong := [token_id for token_id in ids if not 0 <= token_id <= last]:
-        raise ValueError(f"{name}: expected token ids from 0 to {last}, got {wrong[0]}")
+    for token_id in ids:
+        if not request.is_integer(token_id) or not 0 <= token_id <= last:
+            raise ValueError(f"{name}: expected token ids from 0 to {last}, got {token_id!r}"[:200])
     if not len(ids):
         raise ValueError(f"{name}: expected at least one token id, got none")
     return tuple(map(int, ids))

@@ -1,6 +1,6 @@
 """Which units of a prompt stay, for a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from jdecode.prompt_compression import units as units_lib
 
@@ -25,6 +25,11 @@ def required(division: units_lib.Division, protected: frozenset[int]) -> frozens
     return frozenset(kept)
 
 
+def additional(unit: units_lib.Unit, kept: Set[int]) -> frozenset[int]:
+    """Returns the tokens that a unit takes beside those that are kept already: its own, and structure."""
+    return unit.structure.union(unit.tokens) - kept
+
+
 def select(
     division: units_lib.Division, scores: Sequence[float], always: frozenset[int], budget: int
 ) -> tuple[int, ...]:
@@ -45,8 +50,7 @@ def select(
     """
     kept = set(always)
     for number in sorted(range(len(division.units)), key=lambda number: (-scores[number], number)):
-        unit = division.units[number]
-        more = unit.structure.union(unit.tokens) - kept
+        more = additional(division.units[number], kept)
         if len(kept) + len(more) <= budget:
             kept |= more
     return tuple(sorted(kept))

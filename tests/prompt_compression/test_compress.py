@@ -149,7 +149,8 @@ def test_a_question_keeps_the_sentence_that_it_foretells():
 def test_every_window_begins_as_the_models_texts_do():
     tokenizer = small_prompts.byte_tokenizer(adds_start=True)
     scorer = TableScorer(dict.fromkeys(range(259), 1.0), window_len=8)
-    jdecode.compress_prompt(small_prompts.language_model(tokenizer), "abcdefghijklmnopq", budget=3, scorer=scorer)
+    lm = small_prompts.language_model(tokenizer)
+    jdecode.compress_prompt(lm, "abcdefghijklmnopq", budget=3, unit="token", scorer=scorer)
     assert [tokenizer.decode(window, skip_special_tokens=False) for window in scorer.asked] == [
         "<|start|>abcdefg",  # seven tokens of the text, then five new ones a window
         "<|start|>fghijkl",
@@ -168,6 +169,17 @@ def test_chat_frames_stay():
     assert (short.text, list(short.ids)) == (frame, lm.encode(frame))
     short = jdecode.compress_prompt(lm, ids, budget=frame_len + 6, scorer=TableScorer(table))
     assert short.text == "<|turn|>user\n words<|stop|>\n<|turn|>assistant\n"
+
+
+def test_a_budget_that_no_unit_fits_is_refused_and_none_is_cut():
+    lm = small_prompts.language_model(small_prompts.byte_tokenizer(adds_start=True))
+    scorer = TableScorer(dict.fromkeys(range(259), 1.0))
+    text = "Long words. Ants."  # the shortest: start, " Ants" and its end
+    assert jdecode.compress_prompt(lm, text, budget=7, scorer=scorer, unit="sentence").text == " Ants."
+    with pytest.raises(ValueError, match="budget: expected at least 7 tokens, which the shortest sentence takes"):
+        jdecode.compress_prompt(lm, text, budget=6, scorer=scorer, unit="sentence")
+    # what is protected is enough
+    assert jdecode.compress_prompt(lm, text, budget=2, scorer=scorer, protected=range(17, 18)).text == "."
 
 
 def test_strings_protect_each_occurrence_and_lists_take_all_kinds():
@@ -199,11 +211,12 @@ def test_one_token_and_one_token_left():
         ([], {"budget": 1}, "prompt: expected at least one token id"),
         ("", {"budget": 1}, "prompt: expected some text, got an empty one"),
         ([1, 11], {"budget": 1}, "expected token ids from 0 to 10, got 11"),
-        ([1.0, 2], {"budget": 1}, "prompt: expected text or a list of token ids"),
+        ([1.0, 2], {"budget": 1}, "prompt: expected token ids from 0 to 10, got 1.0"),
+        (None, {"budget": 1}, "prompt: expected text or a list of token ids, got NoneType"),
         ([1, 2], {"budget": 1, "unit": "line"}, "unit: expected one of token, word, sentence, got 'line'"),
         ([1, 2], {"budget": 1, "unit": "word"}, "unit: expected token for a model without a tokenizer, got 'word'"),
         ([1, 2], {"budget": 1, "protected": range(0, 3)}, r"expected token indices from 0 to 1, got range\(0, 3\)"),
-        ([1, 2], {"budget": 1, "protected": range(0, 2)}, "budget: expected at least 2 of 2 tokens.* got 1"),
+        ([1, 2], {"budget": 1, "protected": range(0, 2)}, "budget: expected at least 2 tokens, which must stay, got 1"),
         ([1, 2], {"budget": 2, "protected": "a"}, r"expected ranges of token indices \(no tokenizer, no text\)"),
         ([1, 2], {"budget": 2, "protected": 3}, "protected: expected a list"),
         ([1, 2], {"budget": 1, "question": []}, "question: expected at least one token id"),
