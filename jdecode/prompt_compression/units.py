@@ -19,7 +19,7 @@ from jdecode.prompt_compression import token_text as token_text_lib
 UNITS = ("token", "word", "sentence")
 """How finely a prompt may be cut."""
 
-NUMBER = re.compile(r"\d+(?:[.,:/'’-]\d+)*")
+NUMBER = re.compile(r"(?:(?<!\w)[-+−])?[$€£¥]?\d+(?:[.,:/'’-]\d+)*[%‰]?")
 WORD = re.compile(r"\w+(?:[-'’.]\w+)*")
 SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+[」』”]*")
 LIST_MARKER = re.compile(r"^[ \t]*(?:[-*+•–>]|#{1,6}|\(?(?:\d{1,3}|[A-Za-z])[.)])(?=[ \t])", re.MULTILINE)

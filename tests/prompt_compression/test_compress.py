@@ -135,6 +135,15 @@ def test_what_stays_keeps_its_words_sentence_end_line_break_and_list_marker():
     assert left(18, unit="sentence") == "- Twelve eggs!\n"
 
 
+def test_a_number_keeps_its_sign():
+    lm = small_prompts.language_model(small_prompts.byte_tokenizer())
+    table = dict.fromkeys(range(259), 1.0) | {ord("5") + 3: 50.0, ord("3") + 3: 20.0}
+    for unit in ("token", "word"):
+        short = jdecode.compress_prompt(lm, "from -5% up to $3.25 a-b", budget=10, unit=unit, scorer=TableScorer(table))
+        # (1 + 1 + 50 + 1) / 4 for " -5%", and (1 + 1 + 20 + 1 + 1 + 50) / 6 for " $3.25"
+        assert short.text == " -5% $3.25"
+
+
 def test_a_question_keeps_the_sentence_that_it_foretells():
     lm = small_prompts.language_model(small_prompts.byte_tokenizer())
     text = "abcab. defde. ghigh. jkljk."
