@@ -103,10 +103,10 @@ def ways(lm: jdecode.LanguageModel) -> dict[str, Way]:
     found: dict[str, Way] = {
         "tail": cut,
         "head and tail": lambda case, budget: cut(case, budget, head_share=0.5),
-        "words": compressed,
         "sentences, question": lambda case, budget: compressed(case, budget, question=case.question),
+        "sentences": compressed,
         "words, question": lambda case, budget: compressed(case, budget, question=case.question, unit="word"),
-        "sentences": lambda case, budget: compressed(case, budget, unit="sentence"),
+        "words": lambda case, budget: compressed(case, budget, unit="word"),
         "tokens": lambda case, budget: compressed(case, budget, unit="token"),
     }
     if "eviction" in {field.name for field in dataclasses.fields(jdecode.CacheConfig)}:

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from jdecode import language_model
     from jdecode.prompt_compression import compress
 
+UNITS = (
+    "token",
+    "word",
+    "sentence",
+)  # those of jdecode.prompt_compression, which imports jax; a test holds them together
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shortening:
@@ -20,11 +26,13 @@ class Shortening:
       budget: tokens, or a share of the prompt.
       keep: texts of the prompt that stay.
       question: the part of the prompt that asks; it stays, and says what else should.
+      unit: how finely the prompt is cut; ``None`` for the default.
     """
 
     budget: int | float
-    keep: tuple[str, ...]
-    question: str | None
+    keep: tuple[str, ...] = ()
+    question: str | None = None
+    unit: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=command_line.plain_text,
         help="with --prompt-budget: this text of the prompt stays, and so do the sentences that it asks for",
     )
+    group.add_argument(
+        "--prompt-unit", choices=UNITS, help="with --prompt-budget: what stays or goes whole; sentences unless given"
+    )
 
 
 def shortening(arguments: argparse.Namespace) -> Shortening | None:
@@ -59,12 +70,20 @@ def shortening(arguments: argparse.Namespace) -> Shortening | None:
       ValueError: a flag acts on a budget, and there is none.
     """
     if arguments.prompt_budget is None:
-        for flag, value in (("--prompt-keep", arguments.prompt_keep), ("--prompt-question", arguments.prompt_question)):
+        flags = {
+            "--prompt-keep": arguments.prompt_keep,
+            "--prompt-question": arguments.prompt_question,
+            "--prompt-unit": arguments.prompt_unit,
+        }
+        for flag, value in flags.items():
             if value:
                 raise ValueError(f"{flag}: acts on a budget, and there is none; add --prompt-budget, or leave it out")
         return None
     return Shortening(
-        budget=arguments.prompt_budget, keep=tuple(arguments.prompt_keep), question=arguments.prompt_question
+        budget=arguments.prompt_budget,
+        keep=tuple(arguments.prompt_keep),
+        question=arguments.prompt_question,
+        unit=arguments.prompt_unit,
     )
 
 
@@ -108,10 +127,16 @@ def shorten(
             budget=asked.budget,
             protected=protected,
             question=asked.question,
+            unit=asked.unit,
             scorer=None if draft is None or isinstance(draft, str) else token_scorer.ModelScorer(lm=draft),
         )
     except ValueError as error:
-        names = {"protected": "--prompt-keep", "question": "--prompt-question", "budget": "--prompt-budget"}
+        names = {
+            "protected": "--prompt-keep",
+            "question": "--prompt-question",
+            "budget": "--prompt-budget",
+            "unit": "--prompt-unit",
+        }
         name, _, rest = str(error).partition(":")
         raise ValueError(f"{names[name]}:{rest}" if name in names else str(error)) from None
 

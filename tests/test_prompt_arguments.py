@@ -9,6 +9,7 @@ import pytest
 
 import jdecode
 from jdecode import generate, prompt_arguments
+from jdecode.prompt_compression import units
 from tests import tiny_model
 from tests.prompt_compression import small_prompts
 
@@ -28,7 +29,7 @@ def small_model(seed: int, *, vocab_size: int, tokenizer: Any) -> jdecode.Langua
 
 
 def test_json_gives_the_numbers_and_the_ids_that_were_read(capsys: pytest.CaptureFixture[str]):
-    flags = ["--prompt", PROMPT, "--json", "--prompt-budget", "30", "--prompt-keep", "why?"]
+    flags = ["--prompt", PROMPT, "--json", "--prompt-budget", "30", "--prompt-keep", "why?", "--prompt-unit", "word"]
     got = json.loads(run(capsys, *flags)[0])
     lm = jdecode.load(WEIGHTS)
     ids = lm.encode(PROMPT)
@@ -36,7 +37,7 @@ def test_json_gives_the_numbers_and_the_ids_that_were_read(capsys: pytest.Captur
     kept = got["prompt_token_ids"]
     assert stats["prompt_tokens"] == len(ids) and stats["budget_tokens"] == 30
     assert stats["kept_tokens"] == len(kept) <= 30 and stats["dropped_tokens"] == len(ids) - len(kept)
-    assert kept == list(jdecode.compress_prompt(lm, ids, budget=30, protected="why?").ids)
+    assert kept == list(jdecode.compress_prompt(lm, ids, budget=30, protected="why?", unit="word").ids)
     assert got["token_ids"] == lm.generate([kept], max_new_tokens=2).tokens[0].tolist()
     # a budget that is large enough changes nothing but that it is said
     whole = json.loads(run(capsys, *flags[:3], "--prompt-budget", "1.0")[0])
@@ -47,9 +48,9 @@ def test_json_gives_the_numbers_and_the_ids_that_were_read(capsys: pytest.Captur
 
 
 def test_text_is_echoed_as_it_was_read_and_stderr_says_what_went(capsys: pytest.CaptureFixture[str]):
-    out, err = run(capsys, "--prompt", PROMPT, "--prompt-budget", "0.5", "--prompt-question", "why?")
+    out, err = run(capsys, "--prompt", PROMPT, "--prompt-budget", "0.9", "--prompt-question", "why?")
     lm = jdecode.load(WEIGHTS)
-    short = jdecode.compress_prompt(lm, PROMPT, budget=0.5, protected="why?", question="why?")
+    short = jdecode.compress_prompt(lm, PROMPT, budget=0.9, protected="why?", question="why?")
     assert short.text is not None and out.startswith(short.text) and short.text.endswith("why?")
     num_tokens, num_left = len(short.prompt_ids), len(short.ids)
     line = rf"prompt {num_tokens} tokens, {num_tokens - num_left} left out, {num_left} kept, in \d+\.\d{{3}} s"
@@ -62,13 +63,13 @@ def test_of_a_chat_only_the_message_loses_tokens():
     lm = small_model(3, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
     before, after = "<|turn|>system\nBe brief about words.<|stop|>\n<|turn|>user\n", "<|stop|>\n<|turn|>assistant\n"
     ids = lm.encode(before + "tell me about words" + after)
-    asked = prompt_arguments.Shortening(budget=len(ids) - 8, keep=("tell",), question=None)
+    asked = prompt_arguments.Shortening(budget=len(ids) - 8, keep=("tell",), unit="word")
     short = prompt_arguments.shorten(lm, ids, asked, message=" tell me about words\n", draft=None)
     assert short.text is not None
     assert short.text.startswith(before + "tell") and short.text.endswith(after)
     assert 8 <= short.stats["dropped_tokens"] <= 13
     with pytest.raises(ValueError, match="--prompt-budget: expected at least"):
-        prompt_arguments.shorten(lm, ids, prompt_arguments.Shortening(budget=9, keep=(), question=None), message="tell")
+        prompt_arguments.shorten(lm, ids, prompt_arguments.Shortening(budget=9), message="tell")
     with pytest.raises(ValueError, match="--prompt-budget: expected a chat template that writes the message as it is"):
         prompt_arguments.shorten(lm, ids, asked, message="other")
 
@@ -76,11 +77,15 @@ def test_of_a_chat_only_the_message_loses_tokens():
 def test_the_draft_scores_where_it_is_a_model():
     lm, draft = (small_model(seed, vocab_size=29, tokenizer=None) for seed in (3, 4))
     ids = [(7 * n * n + 3) % 29 for n in range(24)]
-    asked = prompt_arguments.Shortening(budget=0.5, keep=(), question=None)
+    asked = prompt_arguments.Shortening(budget=0.5)
     by_draft = prompt_arguments.shorten(lm, ids, asked, draft=draft)
     assert by_draft.kept == jdecode.compress_prompt(draft, ids, budget=0.5).kept
     by_itself = prompt_arguments.shorten(lm, ids, asked, draft="ngram")
     assert by_itself.kept == jdecode.compress_prompt(lm, ids, budget=0.5).kept != by_draft.kept
+
+
+def test_units_are_those_of_the_function():
+    assert prompt_arguments.UNITS == units.UNITS
 
 
 @pytest.mark.parametrize(
@@ -91,6 +96,7 @@ def test_the_draft_scores_where_it_is_a_model():
         (["--prompt-budget", "nan"], "argument --prompt-budget: expected"),
         (["--prompt-keep", "x"], "--prompt-keep: acts on a budget, and there is none; add --prompt-budget"),
         (["--prompt-question", "x"], "--prompt-question: acts on a budget"),
+        (["--prompt-unit", "word"], "--prompt-unit: acts on a budget"),
         (["--prompt-budget", "5", "--prompt-keep", "absent"], "--prompt-keep: expected a string that the prompt holds"),
         (
             ["--prompt-budget", "5", "--prompt-question", "absent"],

@@ -69,8 +69,8 @@ def compress_prompt(
         ``range(start, stop)`` of token indices. A unit that they touch stays whole. If the prompt holds the question or
         instructions, protect them.
       question: what the prompt will be asked. The units whose tokens it makes more likely stay.
-      unit: ``"token"``, ``"word"`` or ``"sentence"``; ``None`` for sentences with a question and words without (or
-        tokens, where there is no tokenizer).
+      unit: ``"token"``, ``"word"`` or ``"sentence"``; ``None`` for sentences, which a model reads best, or for tokens
+        where there is no tokenizer.
       keep_structure: what stays of a line keeps the line's break and list marker, and what stays of a sentence its end.
       scorer: says how surprising tokens are; ``None`` for ``lm``.
 
@@ -87,7 +87,7 @@ def compress_prompt(
       result = lm.generate([short.ids])
     """
     started = time.perf_counter()
-    unit = _checked_unit(unit, question, has_text=lm.tokenizer is not None)
+    unit = _checked_unit(unit, has_text=lm.tokenizer is not None)
     tokenizer, ids = lm.tokenizer, _token_ids(lm, prompt, "prompt")
     most = budget_tokens(budget, len(ids))
     placed = None if tokenizer is None else token_text_lib.token_text(ids, tokenizer)
@@ -150,8 +150,8 @@ def _check_room(division: units.Division, required: frozenset[int], most: int, *
         what = f"which the shortest {unit} takes beside what must stay"
     if num_needed > most:
         raise ValueError(
-            f"budget: expected at least {num_needed} tokens, {what}, got {most}; raise the budget, protect less or cut "
-            "more finely"
+            f"budget: expected at least {num_needed} tokens, {what}, got {most}; raise the budget, protect less or "
+            "give a finer unit"
         )
 
 
@@ -193,9 +193,9 @@ def question_context(lm: "language_model.LanguageModel", question: str | Sequenc
     return _token_ids(lm, f"{question}\n\n" if isinstance(question, str) and question else question, "question")
 
 
-def _checked_unit(unit: str | None, question: Any, *, has_text: bool) -> str:
+def _checked_unit(unit: str | None, *, has_text: bool) -> str:
     if unit is None:
-        return "token" if not has_text else "word" if question is None else "sentence"
+        return "sentence" if has_text else "token"
     if unit not in units.UNITS:
         raise ValueError(f"unit: expected one of {', '.join(units.UNITS)}, got {unit!r}")
     if unit != "token" and not has_text:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import jdecode
 from jdecode.prompt_compression import compress, units
+from jdecode.text import token_bytes
 from tests.prompt_compression import small_prompts
 from tests.prompt_compression.small_prompts import EchoScorer, SilentScorer, TableScorer
 
@@ -122,6 +123,7 @@ def test_what_stays_keeps_its_words_sentence_end_line_break_and_list_marker():
         table[ord(char) + 3] = nats
 
     def left(budget: int, **options: Any) -> str | None:
+        options.setdefault("unit", "word")
         return jdecode.compress_prompt(lm, text, budget=budget, scorer=TableScorer(table), **options).text
 
     # "- Twelve!\n" is marker 1, word 7 with its blank, sentence end 1, line break 1: ten tokens
@@ -133,6 +135,16 @@ def test_what_stays_keeps_its_words_sentence_end_line_break_and_list_marker():
     # then " Salt" with its marker, end and both line breaks: 1 + 5 + 1 + 2
     assert left(24) == "- Twelve!\n- Salt.\n\n12.50"
     assert left(18, unit="sentence") == "- Twelve eggs!\n"
+
+
+def test_a_mark_that_shares_a_character_is_no_structure():
+    alias = {byte: char for char, byte in token_bytes.byte_aliases().items()}
+    tokenizer = small_prompts.byte_tokenizer([f"{alias[0x80]} ."])  # the last byte of the face, and the sentence's end
+    lm = small_prompts.language_model(tokenizer)
+    assert len(lm.encode("a\U0001f600. b")) == 7
+    table = dict.fromkeys(range(260), 1.0) | {ord("a") + 3: 9.0}
+    short = jdecode.compress_prompt(lm, "b a\U0001f600. b", budget=3, unit="word", scorer=TableScorer(table))
+    assert short.text == "b a"
 
 
 def test_a_number_keeps_its_sign():
@@ -152,7 +164,7 @@ def test_a_question_keeps_the_sentence_that_it_foretells():
     assert short.text == " ghigh."
     # Without it the mean surprise of the sentences: (5 + 5 + 5 + 5 + 1 + 1) / 6 for the second, whose blank is the
     # first of the text, and 3 for the others.
-    assert jdecode.compress_prompt(lm, text, budget=7, unit="sentence", scorer=EchoScorer()).text == " defde."
+    assert jdecode.compress_prompt(lm, text, budget=7, scorer=EchoScorer()).text == " defde."
 
 
 def test_every_window_begins_as_the_models_texts_do():
@@ -174,9 +186,9 @@ def test_chat_frames_stay():
     frame = "<|turn|>user\n<|stop|>\n<|turn|>assistant\n"
     frame_len = len(lm.encode(frame))
     table = dict.fromkeys(range(259), 1.0) | {ord("w") + 3: 9.0}
-    short = jdecode.compress_prompt(lm, ids, budget=frame_len, scorer=TableScorer(table))
+    short = jdecode.compress_prompt(lm, ids, budget=frame_len, unit="word", scorer=TableScorer(table))
     assert (short.text, list(short.ids)) == (frame, lm.encode(frame))
-    short = jdecode.compress_prompt(lm, ids, budget=frame_len + 6, scorer=TableScorer(table))
+    short = jdecode.compress_prompt(lm, ids, budget=frame_len + 6, unit="word", scorer=TableScorer(table))
     assert short.text == "<|turn|>user\n words<|stop|>\n<|turn|>assistant\n"
 
 
@@ -184,20 +196,20 @@ def test_a_budget_that_no_unit_fits_is_refused_and_none_is_cut():
     lm = small_prompts.language_model(small_prompts.byte_tokenizer(adds_start=True))
     scorer = TableScorer(dict.fromkeys(range(259), 1.0))
     text = "Long words. Ants."  # the shortest: start, " Ants" and its end
-    assert jdecode.compress_prompt(lm, text, budget=7, scorer=scorer, unit="sentence").text == " Ants."
+    assert jdecode.compress_prompt(lm, text, budget=7, scorer=scorer).text == " Ants."
     with pytest.raises(ValueError, match="budget: expected at least 7 tokens, which the shortest sentence takes"):
-        jdecode.compress_prompt(lm, text, budget=6, scorer=scorer, unit="sentence")
-    # what is protected is enough
+        jdecode.compress_prompt(lm, text, budget=6, scorer=scorer)
+    # what is protected is enough, and a mark at the end of its sentence is no part of its unit
     assert jdecode.compress_prompt(lm, text, budget=2, scorer=scorer, protected=range(17, 18)).text == "."
 
 
 def test_strings_protect_each_occurrence_and_lists_take_all_kinds():
     lm = small_prompts.language_model(small_prompts.byte_tokenizer())
     text = "one two one six ten"
-    scorer = TableScorer(dict.fromkeys(range(259), 1.0))
-    assert jdecode.compress_prompt(lm, text, budget=7, protected="one", scorer=scorer).text == "one one"
+    options: dict[str, Any] = {"unit": "word", "scorer": TableScorer(dict.fromkeys(range(259), 1.0))}
+    assert jdecode.compress_prompt(lm, text, budget=7, protected="one", **options).text == "one one"
     kinds = ["one", (13, 14), range(17, 18)]  # "i" of six, "e" of ten: each the whole word with its blank
-    assert jdecode.compress_prompt(lm, text, budget=15, protected=kinds, scorer=scorer).text == "one one six ten"
+    assert jdecode.compress_prompt(lm, text, budget=15, protected=kinds, **options).text == "one one six ten"
 
 
 def test_one_token_and_one_token_left():
