@@ -212,6 +212,15 @@ def test_strings_protect_each_occurrence_and_lists_take_all_kinds():
     assert jdecode.compress_prompt(lm, text, budget=15, protected=kinds, **options).text == "one one six ten"
 
 
+def test_what_is_protected_keeps_its_line_and_sentence():
+    lm = small_prompts.language_model(small_prompts.byte_tokenizer())
+    options: dict[str, Any] = {"protected": [(2, 3)], "scorer": TableScorer(dict.fromkeys(range(259), 1.0))}
+    text = "- a b.\nc d"  # "a" brings its blank, the marker, the sentence's end and the line's break
+    assert jdecode.compress_prompt(lm, text, budget=5, unit="word", **options).text == "- a.\n"
+    with pytest.raises(ValueError, match="budget: expected at least 5 tokens, which must stay, got 4"):
+        jdecode.compress_prompt(lm, text, budget=4, unit="word", **options)
+
+
 def test_one_token_and_one_token_left():
     assert jdecode.compress_prompt(IDS, [7], budget=1, scorer=SilentScorer()).ids == (7,)
     assert jdecode.compress_prompt(IDS, [7], budget=0.01, scorer=SilentScorer()).ids == (7,)
