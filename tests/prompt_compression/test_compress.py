@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jdecode
-from jdecode.prompt_compression import compress, units
+from jdecode.prompt_compression import compress, token_text, units
 from jdecode.text import token_bytes
 from tests.prompt_compression import small_prompts
 from tests.prompt_compression.small_prompts import EchoScorer, SilentScorer, TableScorer
@@ -165,6 +165,18 @@ def test_a_question_keeps_the_sentence_that_it_foretells():
     # Without it the mean surprise of the sentences: (5 + 5 + 5 + 5 + 1 + 1) / 6 for the second, whose blank is the
     # first of the text, and 3 for the others.
     assert jdecode.compress_prompt(lm, text, budget=7, scorer=EchoScorer()).text == " defde."
+
+
+def test_scores_are_means_of_surprise_and_quadratic_means_of_gains():
+    tokenizer = small_prompts.byte_tokenizer()
+    ids = tokenizer.encode("ab ghigh")
+    division = units.divide(token_text.token_text(ids, tokenizer), "word", keep_structure=True)
+    # "b", the blank, "g", "h" and "i" are new, 5 nats; the second "g" and "h" are 1; "a" has the mean 27 / 7
+    plain = compress.unit_scores(division, EchoScorer(), ids)
+    assert plain == pytest.approx([(27 / 7 + 5) / 2, 22 / 6])
+    # behind "hi" the first "h" and the "i" gain 4 nats, of six tokens
+    gained = compress.unit_scores(division, EchoScorer(), ids, question_ids=tokenizer.encode("hi"))
+    assert gained == pytest.approx([0, (2 * 4**2 / 6) ** 0.5])
 
 
 def test_every_window_begins_as_the_models_texts_do():
