@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jdecode.chat_session import ChatSession
     from jdecode.generation import Chunk, GenerateResult, TextStream
     from jdecode.language_model import LanguageModel, load
+    from jdecode.prompt_compression.compress import CompressedPrompt, compress_prompt
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "CacheConfig",
     "ChatSession",
     "Chunk",
+    "CompressedPrompt",
     "GenerateResult",
     "LanguageModel",
     "LayerConfig",
@@ -34,15 +36,18 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "TextStream",
+    "compress_prompt",
     "load",
 ]
 
 _MODULES = {
     "ChatSession": "chat_session",
     "Chunk": "generation",
+    "CompressedPrompt": "prompt_compression.compress",
     "GenerateResult": "generation",
     "LanguageModel": "language_model",
     "TextStream": "generation",
+    "compress_prompt": "prompt_compression.compress",
     "load": "language_model",
 }
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdecode import command_line, config, draft_arguments, eviction_arguments
+from jdecode import command_line, config, draft_arguments, eviction_arguments, prompt_arguments
 
 if TYPE_CHECKING:
     from jdecode import generation, language_model
@@ -51,6 +51,7 @@ def build_parser() -> command_line.ArgumentParser:
     prompt.add_argument(
         "--chat", metavar="TEXT", type=command_line.plain_text, help="a message to answer, in the model's chat template"
     )
+    prompt_arguments.add_arguments(parser)
     command_line.add_model_arguments(parser)
     eviction_arguments.add_arguments(parser.add_argument_group("what the cache keeps"))
     command_line.add_sampling_arguments(parser)
@@ -139,7 +140,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _json_text(result: "generation.GenerateResult", prompt_ids: Sequence[int], is_with_logprobs: bool) -> str:
+def _json_text(
+    result: "generation.GenerateResult",
+    prompt_ids: Sequence[int],
+    is_with_logprobs: bool,
+    compression: dict[str, Any] | None,
+) -> str:
     objects = []
     for row, text in enumerate(result.texts):
         length = int(result.lengths[row])
@@ -151,6 +157,8 @@ def _json_text(result: "generation.GenerateResult", prompt_ids: Sequence[int], i
             "seed": result.seeds[row],
             "stats": result.stats,
         }
+        if compression is not None:
+            entry["prompt_compression"] = compression
         if is_with_logprobs:
             entry["logprobs"] = [] if result.logprobs is None else result.logprobs[row][:length]
             entry["top_logprobs"] = result.top_logprobs[row][:length] if result.top_logprobs is not None else []
@@ -193,9 +201,14 @@ def _main(argv: Sequence[str] | None) -> None:
     chosen = command_line.settings(arguments)
     speculative = draft_arguments.settings(arguments, chosen.run.speculative)
     cache = eviction_arguments.settings(arguments, chosen.run.cache)
+    shortening = prompt_arguments.shortening(arguments)
     prompt = _read_prompt(arguments, chosen.run)
     lm, drafting = draft_arguments.load_models(chosen, speculative)
-    prompt_ids = _encode(lm, prompt)
+    prompt_ids, echo, compression = _encode(lm, prompt), None, None
+    if shortening is not None:
+        short = prompt_arguments.shorten(lm, prompt_ids, shortening, message=prompt.chat, draft=drafting.get("draft"))
+        prompt_ids, compression = list(short.ids), short.stats
+        echo = None if prompt.chat is not None else short.text
     request = {
         "max_new_tokens": chosen.run.max_new_tokens,
         "sampling": chosen.run.sampling,
@@ -210,14 +223,16 @@ def _main(argv: Sequence[str] | None) -> None:
     }
     if arguments.json:
         result = lm.generate([prompt_ids], **request)
-        print(_json_text(result, prompt_ids, arguments.logprobs is not None), flush=True)
+        print(_json_text(result, prompt_ids, arguments.logprobs is not None, compression), flush=True)
         return
-    echo = _echo(lm, prompt)
+    echo = _echo(lm, prompt) if echo is None else echo
     if sys.stdout.isatty() and not arguments.no_stream and arguments.num_samples == 1:
         result = _stream(lm, echo, prompt_ids, request)
     else:
         result = lm.generate([prompt_ids], **request)
         _print_texts(echo, result.texts)
+    if compression is not None:
+        prompt_arguments.print_statistics(compression)
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(result.seeds))
     command_line.print_statistics(
         result.stats,

@@ -18,7 +18,7 @@ def test_python_blocks_run_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     result = names["result"]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     assert result.lengths.tolist() == [8]  # pyright: ignore[reportAttributeAccessIssue]
 
 
