@@ -16,7 +16,7 @@ import numpy as np
 from jdecode import compile_clock, sampling, shapes
 from jdecode import request as request_lib
 from jdecode.cache import kv_cache
-from jdecode.decode import loop, prefill, state, stopping
+from jdecode.decode import loop, prefill, prompt_reader, state, stopping
 from jdecode.decode import step as step_lib
 from jdecode.models import transformer
 from jdecode.speculative import speculation as speculation_lib
@@ -113,6 +113,7 @@ class TextStream:
       speculation: a draft and how it is used; ``None`` for plain decoding. The cache must be able to take back as many
         tokens as it proposes.
       weight_bytes: for the statistics.
+      reader: brings the prompts into the cache; its counts stand in ``result.stats``, too.
 
     Attributes:
       result: ``None`` until the stream is exhausted.
@@ -138,11 +139,13 @@ class TextStream:
         history: Sequence[Sequence[int]] | None = None,
         speculation: speculation_lib.Speculation | None = None,
         weight_bytes: int = 0,
+        reader: prompt_reader.PromptReader = prompt_reader.PlainReader(),
     ) -> None:
         self._model, self._params, self._tokenizer = model, params, tokenizer
         self._request, self._speculation = request, speculation
         self._chain = sampling.standard_chain(request.transforms)
-        self._weight_bytes = weight_bytes
+        self._weight_bytes, self._prompt_reader = weight_bytes, reader
+        self._reading_stats: Mapping[str, int] = {}
         self._prompt_cache: kv_cache.KVCache | None = cache
         self._readers = [self._reader(request.continues_text[row // request.num_samples]) for row in range(self._rows)]
         self._seen = [0] * self._rows
@@ -215,7 +218,8 @@ class TextStream:
         assert cache is not None
         self._prompt_cache = None  # donated from here on
         key_B = sampling.request_keys(request.seeds, [row % request.num_samples for row in range(self._rows)])
-        cache, logits_BV = prefill.prefill(self._model, self._params, request.prompts, cache)
+        reading = self._prompt_reader.read(self._model, self._params, request.prompts, cache)
+        cache, logits_BV, self._reading_stats = reading.cache, reading.logits_BV, reading.stats
         if request.num_samples > 1:
             row_idx = jnp.repeat(jnp.arange(len(request.prompts)), request.num_samples)
             cache, logits_BV = kv_cache.take_rows(cache, row_idx), jnp.take(logits_BV, row_idx, axis=0)
@@ -321,6 +325,7 @@ class TextStream:
                 "new_tokens": int(lengths.sum()),
                 "kv_cache_bytes": final.cache.num_bytes,
                 "weight_bytes": self._weight_bytes,
+                **self._reading_stats,
                 **self._drafting_stats(),
             },
         )

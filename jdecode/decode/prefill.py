@@ -116,7 +116,7 @@ def prefill(
     Raises:
       ValueError: a prompt is empty or does not fit, or the number of rows is not the cache's.
     """
-    _check_prompts(prompts, cache)
+    check_prompts(prompts, cache)
     logits_BV = jnp.zeros((len(prompts), model.config.vocab_size), jnp.float32)
     for tokens_BT, num_tokens_B in chunks(prompts, chunk_len):
         cache, logits_BV = prefill_chunk(
@@ -143,7 +143,7 @@ def score(
     Raises:
       ValueError: as ``prefill``.
     """
-    _check_prompts(rows, cache)
+    check_prompts(rows, cache)
     most = max(SCORES_IN_MEMORY // (len(rows) * model.config.vocab_size), LEAST_CHUNK_LEN)
     chunk_len = min(CHUNK_LEN, shapes.power_of_two_at_least(most + 1) // 2)
     # A row's last token has no target; any id stands in, and its score is cut off below.
@@ -159,7 +159,7 @@ def score(
     return [whole[row, : len(ids) - 1] for row, ids in enumerate(rows)]
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], cache: kv_cache.KVCache) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], cache: kv_cache.KVCache) -> None:
     if len(prompts) != cache.batch_size:
         raise ValueError(f"prompts: expected {cache.batch_size}, one for each row of the cache, got {len(prompts)}")
     for row, prompt in enumerate(prompts):
