@@ -8,12 +8,21 @@ import jax
 from jdecode.attention import segment
 
 
+class StoredRows(segment.Rows, Protocol):
+    """Rows as a codec stores them: every leaf has the B rows on its first axis, and S slots that do not touch."""
+
+    @property
+    def slot_axes(self) -> tuple[int, ...]:
+        """For each leaf, in the order of the pytree, the axis of its slots: 1 or more."""
+        ...
+
+
 class RowCodec(Protocol):
     """Stores rows of keys, or of values. Frozen and hashable."""
 
     def init(
         self, batch_size: int, num_slots: int, num_heads: int, head_dim: int, mesh: jax.sharding.Mesh | None
-    ) -> segment.Rows:
+    ) -> StoredRows:
         """Allocates empty rows for B x S slots of K heads of width H, spread over ``mesh`` where there is one."""
         ...
 
@@ -22,7 +31,7 @@ class RowCodec(Protocol):
         ...
 
     def encode(self, x_BTKH: jax.Array) -> Any:
-        """Returns the block as it is stored: ``segment.Rows`` of T slots."""
+        """Returns the block as it is stored: ``StoredRows`` of T slots, the pytree that ``init`` makes."""
         ...
 
     def write(self, rows: Any, slot_BT: jax.Array, new: Any) -> Any:

@@ -27,6 +27,11 @@ class PlainRows:
         """S."""
         return self.data_BSX.shape[1]
 
+    @property
+    def slot_axes(self) -> tuple[int, ...]:
+        """Of the one array."""
+        return (1,)
+
     def block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Returns ``size`` slots from ``start``: (B, size, K, H)."""
         block_BCX = jax.lax.dynamic_slice_in_dim(self.data_BSX, start, size, axis=1)

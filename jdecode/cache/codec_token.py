@@ -50,6 +50,11 @@ class TokenRows:
         return self.data_BSX.shape[1]
 
     @property
+    def slot_axes(self) -> tuple[int, ...]:
+        """Of numbers and scales."""
+        return (1, 2)
+
+    @property
     def num_heads(self) -> int:
         """K."""
         return self.scale_BKS.shape[1]

@@ -35,8 +35,8 @@ from jdecode.cache import slots as slots_lib
 class LayerStore:
     """The rows of one layer."""
 
-    keys: segment_lib.Rows
-    values: segment_lib.Rows
+    keys: codec_lib.StoredRows
+    values: codec_lib.StoredRows
 
 
 @jax.tree_util.register_dataclass
