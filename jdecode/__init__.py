@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jdecode.chat_session import ChatSession
     from jdecode.generation import Chunk, GenerateResult, TextStream
     from jdecode.language_model import LanguageModel, load
+    from jdecode.serving.prefix_cache import PrefixCache
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "LayerConfig",
     "MeshConfig",
     "ModelConfig",
+    "PrefixCache",
     "RopeConfig",
     "RunConfig",
     "SamplingConfig",
@@ -42,6 +44,7 @@ _MODULES = {
     "Chunk": "generation",
     "GenerateResult": "generation",
     "LanguageModel": "language_model",
+    "PrefixCache": "serving.prefix_cache",
     "TextStream": "generation",
     "load": "language_model",
 }

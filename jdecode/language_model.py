@@ -18,15 +18,17 @@ from jdecode import request as request_lib
 from jdecode import sampling as sampling_lib
 from jdecode.attention import select
 from jdecode.cache import allocate, kv_cache
-from jdecode.decode import loop, prefill
-from jdecode.models import panels, parameter_axes, transformer
-from jdecode.parallel import device_memory, rules
+from jdecode.decode import loop, prefill, prompt_reader
+from jdecode.models import transformer
+from jdecode.parallel import device_memory
 from jdecode.parallel import mesh as mesh_lib
+from jdecode.serving import prefix_cache as prefix_cache_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
 from jdecode.weights import checkpoint
 from jdecode.weights import load as load_lib
+from jdecode.weights import placement as placement_lib
 
 LEAST_CAPACITY = 256
 """Slots a row in the smallest cache that is allocated unasked."""
@@ -78,6 +80,39 @@ class LanguageModel:
         init = self._cache_init(batch_size, request_lib.count("capacity", capacity, least=1), cache)
         device_memory.check(jax.eval_shape(init), self.mesh, f"a cache of {batch_size} rows x {capacity} slots")
         return init(mesh=self.mesh)
+
+    def init_prefix_cache(
+        self,
+        *,
+        num_pages: int,
+        page_len: int = prefix_cache_lib.DEFAULT_PAGE_LEN,
+        cache: config_lib.CacheConfig = config_lib.CacheConfig(),
+        salt: str | None = None,
+    ) -> prefix_cache_lib.PrefixCache:
+        """Allocates what keeps the beginnings of prompts, for ``prefix_cache=`` of ``stream``. Reads all weights once.
+
+        Args:
+          num_pages: of ``page_len`` tokens. When they are full, the least recently used text gives way.
+          page_len: in tokens.
+          cache: layout and dtype of the requests' caches.
+          salt: shares nothing with prompts of another salt; see ``PrefixCache.with_salt``.
+
+        Raises:
+          ValueError: a count is under 1, the salt is empty, or the pages are larger than the memory of the devices.
+        """
+        geometry = {"num_pages": num_pages, "page_len": page_len, "mesh": self.mesh}
+        return prefix_cache_lib.make(self.model, self.params, cache=cache, salt=salt, **geometry)
+
+    def load_prefix_cache(self, folder: str | pathlib.Path, *, salt: str | None = None) -> prefix_cache_lib.PrefixCache:
+        """Reads what ``PrefixCache.save`` wrote, as large as it was.
+
+        Args:
+          salt: as in ``init_prefix_cache``; what was kept under others stays theirs.
+
+        Raises:
+          ValueError: it is another model's, or damaged; one line.
+        """
+        return prefix_cache_lib.load(folder, self.model, self.params, mesh=self.mesh, salt=salt)
 
     def check_memory(
         self,
@@ -155,6 +190,7 @@ class LanguageModel:
         transforms: Sequence[sampling_lib.Transform] = (),
         cache: config_lib.CacheConfig = config_lib.CacheConfig(),
         capacity: int | None = None,
+        prefix_cache: prefix_cache_lib.PrefixCache | None = None,
         lengths: Sequence[int] | np.ndarray | None = None,
         draft: Any = None,
         num_draft_tokens: int = drafts.DEFAULT.num_draft_tokens,
@@ -176,6 +212,7 @@ class LanguageModel:
           transforms: the caller's own (see ``sampling.Transform``), applied before the temperature.
           cache: layout and dtype of the cache.
           capacity: cache slots a row; ``None`` for what the request needs.
+          prefix_cache: of ``init_prefix_cache``: what it holds of a prompt is not computed, and what is new it keeps.
           lengths: how many ids of each row are real, for an array of prompts.
           draft: what proposes tokens (speculative decoding): a smaller ``LanguageModel`` with the same tokens,
             ``"ngram"`` (what followed the latest tokens before), ``"layer_skip"`` (this model's first layers), or a
@@ -219,6 +256,7 @@ class LanguageModel:
             logprobs=logprobs,
             speculation=speculation,
         )
+        reader = self._prompt_reader(prefix_cache, cache)
         request = request_lib.resolve(
             ids,
             vocab_size=self.config.vocab_size,
@@ -243,6 +281,7 @@ class LanguageModel:
             empty,
             speculation=speculation,
             weight_bytes=self.weight_bytes,
+            reader=reader,
         )
 
     def score(
@@ -285,6 +324,15 @@ class LanguageModel:
 
     def _prompt_ids(self, prompts: request_lib.Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
         return request_lib.prompt_rows(prompts, lengths, encode=self.encode, vocab_size=self.config.vocab_size)
+
+    def _prompt_reader(
+        self, prefix_cache: prefix_cache_lib.PrefixCache | None, cache: config_lib.CacheConfig
+    ) -> prompt_reader.PromptReader:
+        if prefix_cache is None:
+            return prompt_reader.PlainReader()
+        if not isinstance(prefix_cache, prefix_cache_lib.PrefixCache):
+            raise TypeError(f"prefix_cache: expected a PrefixCache, got {type(prefix_cache).__name__}")
+        return prefix_cache.reader(self.model, self.params, cache, mesh=self.mesh)
 
     def _slots(self, needed: int, max_new_tokens: int, capacity: int | None) -> int:
         """Returns the slots of a request's cache: ``capacity`` if it is enough, or what is needed."""
@@ -363,9 +411,9 @@ def load(
     if not isinstance(source, str | pathlib.Path | checkpoint.Checkpoint) or not str(source) or "\0" in str(source):
         raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
-    placement = None if device_mesh is None else functools.partial(_mesh_placement, device_mesh)
+    placement = None if device_mesh is None else functools.partial(placement_lib.on_mesh, device_mesh)
     if device_mesh is None and weight_layout == "auto" and dtype == "float32" and jax.default_backend() == "cpu":
-        placement = _panel_placement
+        placement = placement_lib.in_panels
     opened = source if isinstance(source, checkpoint.Checkpoint) else checkpoint.open_checkpoint(source)
     loaded = load_lib.load_opened(opened, dtype=dtype, placement=placement)
     return LanguageModel(
@@ -376,22 +424,3 @@ def load(
         end_token_ids=loaded.eos_token_ids,
         mesh=device_mesh,
     )
-
-
-def _mesh_placement(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load_lib.Put:
-    axes = parameter_axes.parameter_axes(config)
-
-    def put(path: str, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, rules.sharding(mesh, axes[path], array.shape))
-
-    return put
-
-
-def _panel_placement(config: config_lib.ModelConfig) -> load_lib.Put:
-    del config
-
-    def put(path: str, array: np.ndarray) -> jax.Array | panels.Panels:
-        packed = panels.pack(path, array)
-        return jax.device_put(array) if packed is None else packed
-
-    return put

@@ -82,6 +82,10 @@ class DevicePages:
         """Makes new pages, which hold nothing."""
         self.stores = self._init(mesh=self.mesh)
 
+    def put_leaves(self, leaves: Sequence[jax.Array]) -> None:
+        """Takes other arrays in the place of its own, of the same shapes and dtypes, in the order of the pytree."""
+        self.stores = jax.tree.structure(self.stores).unflatten(leaves)
+
     def restore(
         self, cache: kv_cache.KVCache, pages: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> kv_cache.KVCache:

@@ -27,12 +27,20 @@ def init(
     page_len: int,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Pages:
-    """Allocates empty pages for every layer."""
+    """Allocates empty pages for every layer: heads along ``model``, and every page on every device."""
     shape = (num_pages, page_len, config.num_kv_heads, config.head_dim)
-    return tuple(
+    empty = tuple(
         kv_cache.LayerStore(keys=codec.keys.init(*shape, mesh), values=codec.values.init(*shape, mesh))
         for _ in config.layers
     )
+    return empty if mesh is None else jax.tree.map(_with_whole_pages, empty)
+
+
+def _with_whole_pages(leaf: jax.Array) -> jax.Array:
+    sharding = leaf.sharding
+    assert isinstance(sharding, jax.sharding.NamedSharding)
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec[1:])
+    return jax.device_put(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -19,8 +19,6 @@ request's cache does not. Where a chunk is longer, the tree is told from where o
 """
 
 import dataclasses
-import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +29,7 @@ import numpy as np
 from jdecode.cache import kv_cache, layout_ring
 from jdecode.decode import prefill, prompt_reader
 from jdecode.models import transformer
-from jdecode.serving import device_pages, page_table, pages, prefix_store, prefix_tree
+from jdecode.serving import device_pages, page_table, pages, prefix_nodes, prefix_store, prefix_tree
 from jdecode.serving.prefix_namespace import Namespace
 
 
@@ -73,12 +71,12 @@ class PrefixReader:
         prefill.check_prompts(prompts, cache)
         rows = [tuple(map(int, prompt)) for prompt in prompts]
         with self.store.guarded():
-            num_shared = self._read_common(model, params, rows, cache)
+            num_shared, is_first = self._read_common(model, params, rows, cache)
             cache, logits_BV, cuts = self._read_rows(model, params, rows, cache)
         num_reused = sum(cuts) - num_shared
         self.store.count(
             prompts=len(rows),
-            hits=sum(cut > 0 for cut in cuts) - (num_shared > 0 and num_shared == min(cuts)),
+            hits=sum(cut > 0 for cut in cuts) - is_first,
             tokens_asked=sum(map(len, rows)),
             tokens_reused=num_reused,
         )
@@ -87,19 +85,25 @@ class PrefixReader:
 
     def _read_common(
         self, model: transformer.Transformer, params: Any, rows: list[tuple[int, ...]], cache: kv_cache.KVCache
-    ) -> int:
-        """Has the tree hold what all rows have in common; returns how many tokens were computed for that."""
-        pool = self.store.tree.pool
-        common = tuple(os.path.commonprefix(rows))
+    ) -> tuple[int, bool]:
+        """Has the tree hold what all rows have in common.
+
+        Returns:
+          How many tokens were computed for that, and whether nothing of it was held before.
+        """
+        tree, pool = self.store.tree, self.store.tree.pool
+        first, last = min(rows), max(rows)  # what these two have in common, all between them have, too
+        common = first[: prefix_nodes.common_len(first, last)]
         if len(rows) == 1 or len(common) < pool.page_len:
-            return 0
-        match = self.store.tree.match(self.namespace, common, keep_last=0, record=False)
-        self.store.tree.unlock(match)
-        num_new = len(common) - match.num_tokens
-        if num_new < pool.page_len or pages.pages_for(len(common), pool.page_len) > pool.num_pages:
-            return 0
-        *_, cuts = self._read_rows(model, params, [common], _first_row(cache))
-        return len(common) - cuts[0]
+            return 0, False
+        match = tree.match(self.namespace, common, keep_last=0, record=False)
+        num_pages = pages.pages_for(len(common), pool.page_len) - match.num_tokens // pool.page_len
+        fits = num_pages <= pool.num_free + tree.num_evictable
+        tree.unlock(match)
+        if not fits or len(common) - match.num_tokens < pool.page_len:
+            return 0, False
+        *_, (cut,) = self._read_rows(model, params, [common], _first_row(cache))
+        return len(common) - cut, cut == 0
 
     def _read_rows(
         self, model: transformer.Transformer, params: Any, prompts: list[tuple[int, ...]], cache: kv_cache.KVCache
@@ -118,7 +122,7 @@ class PrefixReader:
                 arrays = (jnp.asarray(tokens_BT), jnp.asarray(num_tokens_B))
                 cache, logits_BV = prefill.prefill_chunk(model, params, cache, logits_BV, *arrays)
                 self._keep_chunk(rows, cache, num_tokens_B.tolist(), tokens_BT.shape[1])
-            is_sound_B = np.isfinite(np.asarray(logits_BV)).all(axis=1)
+            is_sound_B = np.asarray(jnp.isfinite(logits_BV).all(axis=1))
             jax.block_until_ready(device.stores)
             for row, is_sound in zip(rows, is_sound_B, strict=True):
                 if is_sound:  # what is not finite is an error of the request, and is not kept
@@ -147,8 +151,8 @@ class PrefixReader:
             table.free()
             self.store.count(prompts_not_kept=1)
             return ()
-        tree.evict(max(num_needed - pool.num_free, 0))
         row.table = table
+        tree.evict(max(num_needed - pool.num_free, 0))
         return table.append(len(row.ids) - cut).copies
 
     def _keep_chunk(self, rows: list[_Row], cache: kv_cache.KVCache, num_tokens: list[int], width: int) -> None:
@@ -161,10 +165,10 @@ class PrefixReader:
                     row.intact_from[window] = max(row.intact_from[window], row.length - ring_len)
             if num_new:
                 row.stages.append((row.length, dict(row.intact_from)))
-            kept = row.table is not None
-            spans.append(
-                device_pages.Span(start=start, num_tokens=num_new if kept else 0, pages=row.table.pages if kept else ())
-            )
+            if row.table is None:
+                spans.append(device_pages.Span())
+            else:
+                spans.append(device_pages.Span(start=start, num_tokens=num_new, pages=row.table.pages))
         if any(span.num_tokens for span in spans):
             self.store.device.keep(cache, spans, width)
 
@@ -175,7 +179,7 @@ class PrefixReader:
         page_len = self.store.tree.pool.page_len
         *before, last = row.stages
         for length, intact_from in before:
-            if intact_from != last[1]:
+            if intact_from != last[1] and length >= page_len:
                 self._insert_stage(row, length - length % page_len, intact_from)
         self._insert_stage(row, *last)
 
@@ -185,7 +189,7 @@ class PrefixReader:
         self.store.tree.insert(self.namespace, row.ids[:length], row.table, intact_from=clipped)
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _first_row(cache: kv_cache.KVCache) -> kv_cache.KVCache:
     return kv_cache.take_rows(cache, jnp.zeros(1, jnp.int32))
 

@@ -73,7 +73,7 @@ class PrefixStore:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Keeps tree and pages true to each other whatever fails inside: pages that were lost empty the tree as well."""
+        """Keeps tree and pages true to each other whatever fails inside: lost pages empty the tree as well."""
         try:
             yield
         except BaseException:  # an interrupt, too, may come between a donation and its result

@@ -1,0 +1,249 @@
+"""The prefix cache of a model: prompts that begin as others did read from it what they have in common.
+
+Example::
+
+    prefix_cache = lm.init_prefix_cache(num_pages=256)
+    lm.generate(prompt, prefix_cache=prefix_cache)   # computes the prompt, and keeps it
+    lm.generate(longer, prefix_cache=prefix_cache)   # computes what is new
+    print(prefix_cache.statistics)
+
+What it holds is copied into a request's own cache, so a request never waits for another and cannot harm it. What is
+found does not change what is computed: in float32 a text is that of a cold run but for the order of sums.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+from typing import Any
+
+import jax
+
+from jdecode import config as config_lib
+from jdecode.cache import allocate, layout_full, layout_ring
+from jdecode.models import digest, transformer
+from jdecode.serving import device_pages, prefix_files, prefix_nodes, prefix_reader, prefix_store
+from jdecode.serving.prefix_namespace import Namespace
+
+DEFAULT_PAGE_LEN = 16
+"""Tokens a page: copies of whole pages are cheap, and little of a last page is wasted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The model whose keys and values are held.
+
+    Attributes:
+      config, dtype, digest: see ``models.digest``.
+      params: those that were digested; others are digested before they are believed.
+      mesh: where they and the pages lie.
+    """
+
+    config: config_lib.ModelConfig
+    dtype: str
+    digest: str
+    params: Any
+    mesh: jax.sharding.Mesh | None
+
+    @classmethod
+    def of(cls, model: transformer.Transformer, params: Any, mesh: jax.sharding.Mesh | None) -> "Owner":
+        """Digests a model."""
+        text = digest.model_digest(model.config, model.dtype, params)
+        return cls(config=model.config, dtype=model.dtype, digest=text, params=params, mesh=mesh)
+
+    def check(self, model: transformer.Transformer, params: Any, mesh: jax.sharding.Mesh | None) -> None:
+        """Refuses another model.
+
+        Raises:
+          ValueError: configuration, dtype, a bit of the weights or the devices are others.
+        """
+        is_like = model.config == self.config and model.dtype == self.dtype
+        if not is_like or (params is not self.params and Owner.of(model, params, mesh).digest != self.digest):
+            raise ValueError(
+                "prefix_cache: expected one that was made for this model, got another model's; make one with "
+                "init_prefix_cache"
+            )
+        config_lib.check(
+            mesh == self.mesh,
+            "prefix_cache: expected one on the devices of this model, got one on others; make a new one",
+        )
+
+
+class PrefixCache:
+    """A view of what is held, for one tenant. Made by ``LanguageModel.init_prefix_cache``; one thread owns it.
+
+    Attributes:
+      cache: layout and dtype of the requests' caches; the dtype is resolved.
+    """
+
+    def __init__(
+        self, store: prefix_store.PrefixStore, owner: Owner, *, cache: config_lib.CacheConfig, salt_digest: str | None
+    ) -> None:
+        self._store, self._owner, self._salt_digest = store, owner, salt_digest
+        self.cache = cache
+
+    @property
+    def statistics(self) -> prefix_store.PrefixCacheStatistics:
+        """What it did and holds: all views together."""
+        return self._store.statistics
+
+    @property
+    def page_len(self) -> int:
+        """Z, in tokens."""
+        return self._store.device.page_len
+
+    def with_salt(self, salt: str | None) -> "PrefixCache":
+        """Returns a view of the same pages that shares nothing with those of other salts.
+
+        Args:
+          salt: what keeps tenants apart, perhaps a secret (only a digest of it is kept); ``None`` for those that share.
+
+        Raises:
+          ValueError: an empty text.
+        """
+        return PrefixCache(self._store, self._owner, cache=self.cache, salt_digest=_salt_digest(salt))
+
+    def reader(
+        self,
+        model: transformer.Transformer,
+        params: Any,
+        cache: config_lib.CacheConfig,
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> prefix_reader.PrefixReader:
+        """Returns what reads the prompts of one request.
+
+        Args:
+          model, params, mesh: of the request.
+          cache: of the request. Texts are shared between requests of one layout, whatever their slack.
+
+        Raises:
+          ValueError: another model, another stored dtype, or a layout whose slots cannot be copied.
+        """
+        self._owner.check(model, params, mesh)
+        resolved = resolve(cache, model.dtype)
+        if resolved.dtype != self.cache.dtype:
+            raise ValueError(
+                f"cache dtype: expected {self.cache.dtype}, that of the prefix cache, got {resolved.dtype}; give the "
+                f"request cache=CacheConfig(dtype={self.cache.dtype!r})"
+            )
+        check_layouts(model.config, resolved)
+        namespace = Namespace(model=self._owner.digest, cache=resolved, salt=self._salt_digest)
+        return prefix_reader.PrefixReader(store=self._store, namespace=namespace)
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Writes what is held, for all salts, to be read by ``LanguageModel.load_prefix_cache``.
+
+        What the folder held of another prefix cache is replaced at the end, or, where writing fails, not at all.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        device = self._store.device
+        contents = prefix_files.Contents(
+            model=self._owner.digest,
+            cache=self.cache,
+            num_pages=device.num_pages,
+            page_len=device.page_len,
+            nodes=tuple(self._store.tree.saved()),
+        )
+        prefix_files.save(folder, contents, device)
+
+
+def make(
+    model: transformer.Transformer,
+    params: Any,
+    *,
+    num_pages: int,
+    page_len: int = DEFAULT_PAGE_LEN,
+    cache: config_lib.CacheConfig = config_lib.CacheConfig(),
+    salt: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    page_hash: prefix_nodes.PageHash | None = None,
+) -> PrefixCache:
+    """Makes an empty prefix cache. See ``LanguageModel.init_prefix_cache``.
+
+    Args:
+      page_hash: of the tree; ``None`` for its own. Any function is right.
+    """
+    if not isinstance(cache, config_lib.CacheConfig):
+        raise TypeError(f"cache: expected a CacheConfig, got {type(cache).__name__}")
+    salt_digest = _salt_digest(salt)
+    store = _make_store(model, resolve(cache, model.dtype), num_pages, page_len, mesh, page_hash)
+    owner = Owner.of(model, params, mesh)
+    return PrefixCache(store, owner, cache=resolve(cache, model.dtype), salt_digest=salt_digest)
+
+
+def load(
+    folder: str | pathlib.Path,
+    model: transformer.Transformer,
+    params: Any,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    salt: str | None = None,
+) -> PrefixCache:
+    """Reads what ``PrefixCache.save`` wrote. See ``LanguageModel.load_prefix_cache``."""
+    salt_digest = _salt_digest(salt)
+    contents, pages_path = prefix_files.load(folder)
+    owner = Owner.of(model, params, mesh)
+    if contents.model != owner.digest:
+        raise ValueError(
+            f"{folder}: expected the prefix cache of this model in {model.dtype} ( {owner.digest[:12]}), got that of "
+            f"another (digest {contents.model[:12]}); make a new one with init_prefix_cache"
+        )
+    store = _make_store(model, contents.cache, contents.num_pages, contents.page_len, mesh, None)
+    num_held = sum(len(node.pages) for node in contents.nodes)
+    config_lib.check(
+        num_held <= contents.num_pages, f"{folder}: expected at most {contents.num_pages} pages, got {num_held}"
+    )
+    most = max((max(node.tokens, default=0) for node in contents.nodes), default=0)
+    config_lib.check(most < model.config.vocab_size, f"{folder}: expected token ids of this model, got {most}")
+    prefix_files.fill(store.device, pages_path, num_held)
+    store.tree.pool.allocate(num_held)  # a new pool hands out its pages from 0 on
+    store.tree.plant(contents.nodes)
+    return PrefixCache(store, owner, cache=contents.cache, salt_digest=salt_digest)
+
+
+def _make_store(
+    model: transformer.Transformer,
+    cache: config_lib.CacheConfig,
+    num_pages: int,
+    page_len: int,
+    mesh: jax.sharding.Mesh | None,
+    page_hash: prefix_nodes.PageHash | None,
+) -> prefix_store.PrefixStore:
+    """Allocates pages and makes an empty tree; the cache's dtype is resolved."""
+    config_lib.check_count("num_pages", num_pages, 1)
+    config_lib.check_count("page_len", page_len, 1)
+    check_layouts(model.config, cache)
+    codec = allocate.make_codec(cache, model.dtype)
+    device = device_pages.DevicePages(model.config, codec, num_pages=num_pages, page_len=page_len, mesh=mesh)
+    return prefix_store.PrefixStore(device, windows=prefix_store.windows_of(model.config), page_hash=page_hash)
+
+
+def resolve(cache: config_lib.CacheConfig, compute_dtype: str) -> config_lib.CacheConfig:
+    """Returns a config with its dtype by name and without slack, which changes no keys and values."""
+    dtype = compute_dtype if cache.dtype == "auto" else cache.dtype
+    return dataclasses.replace(cache, dtype=dtype, slack=0)
+
+
+def check_layouts(config: config_lib.ModelConfig, cache: config_lib.CacheConfig) -> None:
+    """Refuses layouts of which it is not known that slots can be copied.
+
+    Raises:
+      ValueError: some layer's layout is neither full nor a ring.
+    """
+    known = (layout_full.FullLayout, layout_ring.RingLayout)
+    most = 2**30  # slots: a ring wherever there can be one
+    layouts = {type(allocate.layer_layout(layer, cache, most)) for layer in config.layers}
+    names = ", ".join(sorted(layout.__name__ for layout in layouts.difference(known)))
+    config_lib.check(
+        not names, f"cache layout: expected full slots or rings beside a prefix cache, got {names}; use layout='auto'"
+    )
+
+
+def _salt_digest(salt: str | None) -> str | None:
+    if salt is None:
+        return None
+    got = "an empty text" if salt == "" else type(salt).__name__  # never the salt itself
+    config_lib.check(isinstance(salt, str) and salt != "", f"salt: expected some text or None, got {got}")
+    return hashlib.blake2b(salt.encode(), digest_size=32, person=b"jdecode-salt").hexdigest()
