@@ -187,8 +187,8 @@ def load(
     owner = Owner.of(model, params, mesh)
     if contents.model != owner.digest:
         raise ValueError(
-            f"{folder}: expected the prefix cache of this model in {model.dtype} ( {owner.digest[:12]}), got that of "
-            f"another (digest {contents.model[:12]}); make a new one with init_prefix_cache"
+            f"{folder}: expected a prefix cache of this model in {model.dtype} (digest {owner.digest[:12]}), got one "
+            f"with digest {contents.model[:12]}; make a new one with init_prefix_cache"
         )
     store = _make_store(model, contents.cache, contents.num_pages, contents.page_len, mesh, None)
     num_held = sum(len(node.pages) for node in contents.nodes)

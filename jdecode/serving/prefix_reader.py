@@ -40,7 +40,8 @@ class _Row:
     Attributes:
       ids: of the prompt.
       match: what the tree holds of it, locked.
-      table: with room for all of it; ``None`` where it is not kept.
+      is_held: whether the tree has nothing to gain from it.
+      table: with room for all of it; ``None`` where it is not to be kept, or cannot be.
       length: tokens that the cache holds so far.
       intact_from: for each window, from which position on all keys since have got into the table's pages.
       stages: lengths that were reached, with what was intact then; the last is the whole prompt.
@@ -48,6 +49,7 @@ class _Row:
 
     ids: tuple[int, ...]
     match: prefix_tree.Match
+    is_held: bool
     table: page_table.PageTable | None
     length: int
     intact_from: dict[int, int]
@@ -135,14 +137,20 @@ class PrefixReader:
         return cache, logits_BV, cuts
 
     def _lock(self, ids: tuple[int, ...]) -> _Row:
-        match = self.store.tree.match(self.namespace, ids, record=False)
+        tree = self.store.tree
+        whole = tree.match(self.namespace, ids, keep_last=0, record=False)
+        tree.unlock(whole)
+        match = tree.match(self.namespace, ids, record=False)
         cut = match.num_tokens
+        is_held = whole.num_tokens == len(ids) == cut + 1
         # A query at the cut sees W - 1 keys before it, and those the tree vouches for.
         intact_from = {window: max(cut - window + 1, 0) for window in self.store.windows}
-        return _Row(ids=ids, match=match, table=None, length=cut, intact_from=intact_from)
+        return _Row(ids=ids, match=match, is_held=is_held, table=None, length=cut, intact_from=intact_from)
 
     def _make_room(self, row: _Row) -> tuple[tuple[int, int], ...]:
         """Gives a row a table if its prompt can be kept; returns the pages to copy for it."""
+        if row.is_held:
+            return ()
         tree, pool, cut = self.store.tree, self.store.tree.pool, row.match.num_tokens
         max_pages = pages.pages_for(len(row.ids), pool.page_len)
         table = page_table.PageTable(pool, max_pages=max_pages, pages=row.match.pages, length=cut)
