@@ -190,16 +190,15 @@ def load(
             f"{folder}: expected a prefix cache of this model in {model.dtype} (digest {owner.digest[:12]}), got one "
             f"with digest {contents.model[:12]}; make a new one with init_prefix_cache"
         )
-    store = _make_store(model, contents.cache, contents.num_pages, contents.page_len, mesh, None)
     num_held = sum(len(node.pages) for node in contents.nodes)
-    config_lib.check(
-        num_held <= contents.num_pages, f"{folder}: expected at most {contents.num_pages} pages, got {num_held}"
-    )
     most = max((max(node.tokens, default=0) for node in contents.nodes), default=0)
-    config_lib.check(most < model.config.vocab_size, f"{folder}: expected token ids of this model, got {most}")
+    with prefix_files.named(pathlib.Path(folder) / prefix_files.JSON_NAME):
+        config_lib.check(num_held <= contents.num_pages, f"expected at most {contents.num_pages} pages, got {num_held}")
+        config_lib.check(most < model.config.vocab_size, f"expected token ids of this model, got {most}")
+        store = _make_store(model, contents.cache, contents.num_pages, contents.page_len, mesh, None)
+        store.tree.pool.allocate(num_held)  # a new pool hands out its pages from 0 on
+        store.tree.plant(contents.nodes)
     prefix_files.fill(store.device, pages_path, num_held)
-    store.tree.pool.allocate(num_held)  # a new pool hands out its pages from 0 on
-    store.tree.plant(contents.nodes)
     return PrefixCache(store, owner, cache=contents.cache, salt_digest=salt_digest)
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdecode import config as config_lib
-from jdecode.serving import device_pages, pages, prefix_snapshot
+from jdecode.serving import device_pages, pages, prefix_nodes, prefix_snapshot
 from jdecode.serving.prefix_namespace import Namespace
 from jdecode.weights import json_file, safetensors_file, safetensors_write, stored_tensor
 
@@ -99,7 +99,7 @@ def load(folder: str | pathlib.Path) -> tuple[Contents, pathlib.Path]:
     """
     path = pathlib.Path(folder) / JSON_NAME
     values = json_file.read_object(path)
-    with _named(path):
+    with named(path):
         got = values.get("format")
         config_lib.check(got == FORMAT, f"format: expected {FORMAT}, got {str(got)[:40]!r}")
         config_lib.check(set(values) == _FIELDS, f"expected the fields {', '.join(sorted(_FIELDS))}, got others")
@@ -209,7 +209,7 @@ def _contents(values: Mapping[str, Any]) -> Contents:
             prefix_snapshot.SavedNode(
                 namespace=namespaces[node["namespace"]],
                 parent=node["parent"],
-                tokens=tuple(node["tokens"]),
+                tokens=prefix_nodes.token_ids(node["tokens"]),
                 pages=tuple(range(num_held, num_held + num_pages)),
                 intact_from=dict(node["intact_from"]),
                 last_use=node["last_use"],
@@ -230,7 +230,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _named(path: pathlib.Path) -> Iterator[None]:
+def named(path: pathlib.Path) -> Iterator[None]:
     """Turns whatever is wrong with the values of a file into one line that names it."""
     try:
         yield
