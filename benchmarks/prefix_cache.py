@@ -5,8 +5,8 @@ Usage::
     python benchmarks/prefix_cache.py FILE.gguf [--prompts 20] [--prefix-tokens 600] [--own-tokens 24]
                                                 [--new-tokens 16] [--kv-dtype auto] [--text-file LICENSE]
 
-Each prompt is read cold and then with the prefix cache, which the first of them fills; texts must be the same. Times are
-``prefill_seconds`` (to the first token, copies included), without compilation, which a first pass over all sizes brings.
+Each prompt is read cold and then with the prefix cache, which the first of them fills; texts must be the same. Times
+are ``prefill_seconds`` (to the first token, copies included), without compilation, which a first pass brings.
 """
 
 import argparse
