@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from jdecode import command_line, config, draft_arguments
 
 if TYPE_CHECKING:
+    import jdecode
     from jdecode import generation, language_model
 
 NAME = "jdecode.generate"
+PREFIX_CACHE_PAGES = 512  # of 16 tokens; what the folder of a new --prefix-cache has room for
 _EPILOG = """examples:
   python -m jdecode.generate --config smollm2_135m.yaml --prompt 'The capital of France is'
   python -m jdecode.generate --weights model.gguf --chat 'Why is the sky blue?' --temperature 0.8 --top-p 0.95
@@ -72,6 +75,13 @@ def build_parser() -> command_line.ArgumentParser:
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
     draft_arguments.add_arguments(parser)
+    group = parser.add_argument_group("prompts of earlier runs")
+    group.add_argument(
+        "--prefix-cache",
+        metavar="FOLDER",
+        type=command_line.plain_text,
+        help="do not compute again what this prompt has in common with those kept there, and keep it there, too",
+    )
     _add_output_arguments(parser)
     return parser
 
@@ -186,6 +196,16 @@ def _stream(
     return stream.result
 
 
+def _open_prefix_cache(
+    lm: "language_model.LanguageModel", name: str, cache: config.CacheConfig
+) -> "jdecode.PrefixCache":
+    """Loads what a folder holds; one that is empty or not there yet will hold what this run keeps."""
+    folder = pathlib.Path(name)
+    if folder.exists() and any(folder.iterdir()):
+        return lm.load_prefix_cache(folder)
+    return lm.init_prefix_cache(num_pages=PREFIX_CACHE_PAGES, cache=cache)
+
+
 def _main(argv: Sequence[str] | None) -> None:
     arguments = build_parser().parse_args(argv)
     _check_flags(arguments)
@@ -206,6 +226,22 @@ def _main(argv: Sequence[str] | None) -> None:
         "capacity": chosen.capacity,
         **drafting,
     }
+    if arguments.prefix_cache is None:
+        _answer(lm, arguments, prompt, prompt_ids, request)
+        return
+    prefix_cache = _open_prefix_cache(lm, arguments.prefix_cache, chosen.run.cache)
+    _answer(lm, arguments, prompt, prompt_ids, {**request, "prefix_cache": prefix_cache})
+    prefix_cache.save(arguments.prefix_cache)
+
+
+def _answer(
+    lm: "language_model.LanguageModel",
+    arguments: argparse.Namespace,
+    prompt: Prompt,
+    prompt_ids: list[int],
+    request: dict[str, Any],
+) -> None:
+    """Runs the request and prints what came of it."""
     if arguments.json:
         result = lm.generate([prompt_ids], **request)
         print(_json_text(result, prompt_ids, arguments.logprobs is not None), flush=True)
