@@ -18,7 +18,7 @@ from jdecode import request as request_lib
 from jdecode import sampling as sampling_lib
 from jdecode.attention import select
 from jdecode.cache import allocate, kv_cache
-from jdecode.decode import loop, prefill, prompt_reader
+from jdecode.decode import loop, prefill
 from jdecode.models import transformer
 from jdecode.parallel import device_memory
 from jdecode.parallel import mesh as mesh_lib
@@ -256,7 +256,7 @@ class LanguageModel:
             logprobs=logprobs,
             speculation=speculation,
         )
-        reader = self._prompt_reader(prefix_cache, cache)
+        reader = prefix_cache_lib.reader_for(prefix_cache, self.model, self.params, cache, mesh=self.mesh)
         request = request_lib.resolve(
             ids,
             vocab_size=self.config.vocab_size,
@@ -324,15 +324,6 @@ class LanguageModel:
 
     def _prompt_ids(self, prompts: request_lib.Prompts, lengths: Sequence[int] | np.ndarray | None) -> list[list[int]]:
         return request_lib.prompt_rows(prompts, lengths, encode=self.encode, vocab_size=self.config.vocab_size)
-
-    def _prompt_reader(
-        self, prefix_cache: prefix_cache_lib.PrefixCache | None, cache: config_lib.CacheConfig
-    ) -> prompt_reader.PromptReader:
-        if prefix_cache is None:
-            return prompt_reader.PlainReader()
-        if not isinstance(prefix_cache, prefix_cache_lib.PrefixCache):
-            raise TypeError(f"prefix_cache: expected a PrefixCache, got {type(prefix_cache).__name__}")
-        return prefix_cache.reader(self.model, self.params, cache, mesh=self.mesh)
 
     def _slots(self, needed: int, max_new_tokens: int, capacity: int | None) -> int:
         """Returns the slots of a request's cache: ``capacity`` if it is enough, or what is needed."""

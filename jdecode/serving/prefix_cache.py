@@ -20,6 +20,7 @@ import jax
 
 from jdecode import config as config_lib
 from jdecode.cache import allocate, layout_full, layout_ring
+from jdecode.decode import prompt_reader
 from jdecode.models import digest, transformer
 from jdecode.serving import device_pages, prefix_files, prefix_nodes, prefix_reader, prefix_store
 from jdecode.serving.prefix_namespace import Namespace
@@ -50,8 +51,8 @@ class Owner:
         text = digest.model_digest(model.config, model.dtype, params)
         return cls(config=model.config, dtype=model.dtype, digest=text, params=params, mesh=mesh)
 
-    def check(self, model: transformer.Transformer, params: Any, mesh: jax.sharding.Mesh | None) -> None:
-        """Refuses another model.
+    def accept(self, model: transformer.Transformer, params: Any, mesh: jax.sharding.Mesh | None) -> "Owner":
+        """Refuses another model; returns an owner that knows these parameters the next time.
 
         Raises:
           ValueError: configuration, dtype, a bit of the weights or the devices are others.
@@ -62,10 +63,11 @@ class Owner:
                 "prefix_cache: expected one that was made for this model, got another model's; make one with "
                 "init_prefix_cache"
             )
-        config_lib.check(
-            mesh == self.mesh,
-            "prefix_cache: expected one on the devices of this model, got one on others; make a new one",
-        )
+        if mesh != self.mesh:
+            raise ValueError(
+                "prefix_cache: expected one on the devices of this model, got one on others; make a new one"
+            )
+        return dataclasses.replace(self, params=params)
 
 
 class PrefixCache:
@@ -119,7 +121,7 @@ class PrefixCache:
         Raises:
           ValueError: another model, another stored dtype, or a layout whose slots cannot be copied.
         """
-        self._owner.check(model, params, mesh)
+        self._owner = self._owner.accept(model, params, mesh)
         resolved = resolve(cache, model.dtype)
         if resolved.dtype != self.cache.dtype:
             raise ValueError(
@@ -147,6 +149,27 @@ class PrefixCache:
             nodes=tuple(self._store.tree.saved()),
         )
         prefix_files.save(folder, contents, device)
+
+
+def reader_for(
+    prefix_cache: PrefixCache | None,
+    model: transformer.Transformer,
+    params: Any,
+    cache: config_lib.CacheConfig,
+    *,
+    mesh: jax.sharding.Mesh | None,
+) -> prompt_reader.PromptReader:
+    """Returns what reads the prompts of a request, with a prefix cache or, for ``None``, without.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: as ``PrefixCache.reader``.
+    """
+    if prefix_cache is None:
+        return prompt_reader.PlainReader()
+    if not isinstance(prefix_cache, PrefixCache):
+        raise TypeError(f"prefix_cache: expected a PrefixCache, got {type(prefix_cache).__name__}")
+    return prefix_cache.reader(model, params, cache, mesh=mesh)
 
 
 def make(

@@ -161,7 +161,9 @@ class PrefixReader:
             return ()
         row.table = table
         tree.evict(max(num_needed - pool.num_free, 0))
-        return table.append(len(row.ids) - cut).copies
+        copies = table.append(len(row.ids) - cut).copies
+        pool.check_table(table.padded_ids(), table.length)
+        return copies
 
     def _keep_chunk(self, rows: list[_Row], cache: kv_cache.KVCache, num_tokens: list[int], width: int) -> None:
         """Copies the tokens that a chunk has brought into the pages of their tables."""

@@ -44,15 +44,18 @@ def init(num_pages: int = 200, **options) -> prefix_cache.PrefixCache:
 
 
 def read(
-    reader: prompt_reader.PromptReader, prompts: Sequence[Sequence[int]], cache: config_lib.CacheConfig
+    reader: prompt_reader.PromptReader,
+    prompts: Sequence[Sequence[int]],
+    cache: config_lib.CacheConfig,
+    lm: language_model.LanguageModel = LM,
 ) -> tuple[list[np.ndarray], prompt_reader.PromptReading]:
     """Reads prompts; returns for each row the logits after it and after each token of a tail, and the reading."""
-    empty = LM.init_cache(batch_size=len(prompts), capacity=CAPACITY, cache=cache)
-    reading = reader.read(LM.model, LM.params, prompts, empty)
+    empty = lm.init_cache(batch_size=len(prompts), capacity=CAPACITY, cache=cache)
+    reading = reader.read(lm.model, lm.params, prompts, empty)
     first_BV = np.asarray(reading.logits_BV)
     tail_BT = jnp.asarray(tiny_models.random_rows([TAIL_LEN] * len(prompts), VOCAB, seed=5), jnp.int32)
     copy = jax.tree.map(jnp.copy, reading.cache)
-    after_BTV, _ = tiny_models.apply(LM.model, LM.params["params"], tail_BT, copy)
+    after_BTV, _ = tiny_models.apply(lm.model, lm.params["params"], tail_BT, copy)
     return [np.concatenate([first_BV[row, None], np.asarray(after_BTV)[row]]) for row in range(len(prompts))], reading
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jdecode import config as config_lib
-from jdecode.decode import prefill
+from jdecode.decode import prefill, prompt_reader
 from jdecode.models import digest
 from jdecode.serving import page_copies, prefix_cache
+from tests import tiny_models
 from tests.serving.prefix_case import constant_hash
 from tests.serving.prefix_reading import (
     AUTO,
@@ -67,7 +68,7 @@ def test_rings_that_forget_are_reused_only_where_they_are_intact():  # 5.8, 5.9,
     assert check(prefixes, [base]) == 39
     assert check(prefixes, [base + other[:9]]) == 40
     assert check(prefixes, [base[:30] + other[30:]]) == 16
-    assert check(prefixes, [base[:31] + other[31:]]) == 31 - 15  # 28, 29 and 30 are there, but their node ends at 32
+    assert check(prefixes, [base[:31] + other[31:]]) == 31  # 28, 29 and 30 are there
     assert check(prefixes, [base[:38] + other[38:]]) == 32
     assert check(prefixes, [base[:15] + other[15:]]) == 15
     assert check(prefixes, [base[:14] + other[14:]]) == 0  # needs 11, too
@@ -204,6 +205,41 @@ def test_sizes_are_refused(page_len, num_pages):
 def test_salts_are_texts(salt):
     with pytest.raises(ValueError, match="salt: expected some text or None"):
         init(salt=salt)
+
+
+@pytest.mark.slow
+def test_devices_of_a_mesh_read_what_one_device_reads():  # 13.1, 13.6
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    lm = dataclasses.replace(LM, params=jax.device_put(LM.params, whole), mesh=mesh)
+    prefixes = lm.init_prefix_cache(num_pages=20, page_len=PAGE_LEN)
+    keys = prefixes._store.device.stores[0].keys
+    assert keys.data_BSX.sharding.spec == jax.sharding.PartitionSpec(None, None, "model")  # pyright: ignore
+    base = text(13)
+    for prompts, reused in (([base, text(6, seed=3)], 0), ([base + text(5, seed=4), text(6, seed=3)], 13 + 5)):
+        cold, _ = read(prompt_reader.PlainReader(), prompts, AUTO)
+        warm, reading = read(prefixes.reader(lm.model, lm.params, AUTO, mesh=mesh), prompts, AUTO, lm)
+        tiny_models.assert_rows_close(warm, cold)
+        assert reading.stats["prefix_tokens_reused"] == reused
+    with pytest.raises(ValueError, match="expected one on the devices of this model"):
+        prefixes.reader(LM.model, LM.params, AUTO)
+
+
+def test_mixed_load_compiles_nothing_new_after_a_warm_up():  # 13.4
+    prefixes = init(num_pages=30)
+    rng = np.random.default_rng(3)
+
+    def load(num_requests: int) -> None:
+        for _ in range(num_requests):
+            # The same shapes, of 16 tokens a chunk and up to 16 pages, with other numbers.
+            prompts = [[*text(20)[: rng.integers(18, 21)], *rng.integers(1, 331, 6).tolist()] for _ in range(2)]
+            read(prefixes.reader(LM.model, LM.params, AUTO), prompts, AUTO)
+
+    load(12)
+    jitted = (page_copies.keep, page_copies.restore, page_copies.copy_pages, prefill.prefill_chunk)
+    before = [one._cache_size() for one in jitted]
+    load(6)
+    assert [one._cache_size() for one in jitted] == before
 
 
 class Stop(Exception):
