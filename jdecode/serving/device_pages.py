@@ -101,11 +101,15 @@ class DevicePages:
             page_BC[row, : len(own)] = own
         return page_copies.restore(cache, self.stores, jnp.asarray(page_BC), jnp.asarray(lengths, jnp.int32))
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies pages (from, to), pair by pair."""
+    def copy(self, pairs: Sequence[tuple[int, int]], width: int) -> None:
+        """Copies pages (from, to), pair by pair.
+
+        Args:
+          width: at least as many as there are pairs; decides what is compiled.
+        """
         if not pairs:
             return
-        padding = [(0, self.num_pages)] * (shapes.power_of_two_at_least(len(pairs)) - len(pairs))
+        padding = [(0, self.num_pages)] * (width - len(pairs))
         from_N, to_N = np.asarray([*pairs, *padding], np.int32).T
         self.stores = page_copies.copy_pages(self.stores, jnp.asarray(from_N), jnp.asarray(to_N))
 

@@ -114,7 +114,7 @@ class PrefixReader:
         device, rows = self.store.device, []
         try:
             rows.extend(self._lock(ids) for ids in prompts)
-            device.copy([pair for row in rows for pair in self._make_room(row)])
+            device.copy([pair for row in rows for pair in self._make_room(row)], width=len(rows))
             cuts = [row.match.num_tokens for row in rows]
             if any(cuts):
                 cache = device.restore(cache, [row.match.pages for row in rows], cuts)

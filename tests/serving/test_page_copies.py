@@ -92,7 +92,7 @@ def test_restored_cache_is_the_one_that_was_kept():
     empty = tiny_models.empty_cache(CONFIG, 2, capacity=CAPACITY)
     restored = device.restore(empty, pages, [10, 5])
     jax.tree.map(np.testing.assert_array_equal, restored, dataclasses.replace(cache))
-    device.copy([(0, 4), (7, 3)])
+    device.copy([(0, 4), (7, 3)], 3)
     again = device.restore(tiny_models.empty_cache(CONFIG, 2, capacity=CAPACITY), [(3, 2, 5, 4), ()], [8, 0])
     assert again.length_B.tolist() == [8, 0]
     for old, new, layout_idx in zip(held_cache([8, 0]).stores, again.stores, again.layout_idx, strict=True):
