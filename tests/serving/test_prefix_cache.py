@@ -111,6 +111,15 @@ def test_least_recently_used_gives_way_and_what_does_not_fit_is_not_kept():  # 4
     assert check(prefixes, [texts[0]]) == 7
 
 
+def test_rows_of_a_batch_that_do_not_fit_beside_the_others_are_not_kept():  # 12.1
+    prefixes = init(num_pages=13)
+    prompts = [text(20, seed=seed) for seed in (21, 22)]
+    assert check(prefixes, prompts) == 0
+    assert prefixes.statistics.prompts_not_kept == 1 and prefixes.statistics.pages_held == 10
+    assert check(prefixes, prompts) == 19  # nor does the second give way to the first, which is in use
+    assert check(prefixes, prompts[1:]) == 0 and check(prefixes, prompts[1:]) == 19
+
+
 @pytest.mark.parametrize("page_hash", [None, constant_hash], ids=["hash", "constant_hash"])
 def test_random_texts_in_few_pages_that_are_poisoned_when_free(page_hash):  # 4.2, 4.4, 5.2, 5.12
     prefixes = prefix_cache.make(LM.model, LM.params, num_pages=17, page_len=PAGE_LEN, page_hash=page_hash)
