@@ -211,7 +211,7 @@ def load(
     if contents.model != owner.digest:
         raise ValueError(
             f"{folder}: expected a prefix cache of this model in {model.dtype} (digest {owner.digest[:12]}), got one "
-            f"with digest {contents.model[:12]}; make a new one with init_prefix_cache"
+            f"with digest {contents.model[:12]}; make a new one, or give another folder"
         )
     num_held = sum(len(node.pages) for node in contents.nodes)
     most = max((max(node.tokens, default=0) for node in contents.nodes), default=0)
