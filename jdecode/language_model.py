@@ -26,9 +26,8 @@ from jdecode.serving import prefix_cache as prefix_cache_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
-from jdecode.weights import checkpoint
+from jdecode.weights import checkpoint, placement
 from jdecode.weights import load as load_lib
-from jdecode.weights import placement as placement_lib
 
 LEAST_CAPACITY = 256
 """Slots a row in the smallest cache that is allocated unasked."""
@@ -402,11 +401,11 @@ def load(
     if not isinstance(source, str | pathlib.Path | checkpoint.Checkpoint) or not str(source) or "\0" in str(source):
         raise ValueError(f"source: expected a folder, a .gguf file or a hub id, got {source!r}")
     device_mesh = None if mesh is None else mesh_lib.make_mesh(mesh)
-    placement = None if device_mesh is None else functools.partial(placement_lib.on_mesh, device_mesh)
+    put = None if device_mesh is None else functools.partial(placement.over_mesh, device_mesh)
     if device_mesh is None and weight_layout == "auto" and dtype == "float32" and jax.default_backend() == "cpu":
-        placement = placement_lib.in_panels
+        put = placement.in_panels
     opened = source if isinstance(source, checkpoint.Checkpoint) else checkpoint.open_checkpoint(source)
-    loaded = load_lib.load_opened(opened, dtype=dtype, placement=placement)
+    loaded = load_lib.load_opened(opened, dtype=dtype, placement=put)
     return LanguageModel(
         config=loaded.config,
         model=transformer.Transformer(loaded.config, backend=backend, dtype=dtype),

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jdecode import config as config_lib
-from jdecode.cache import allocate, layout_full, layout_ring
+from jdecode.cache import allocate, codec_plain, codec_token, layout_full, layout_ring
 from jdecode.decode import prompt_reader
 from jdecode.models import digest, transformer
 from jdecode.serving import device_pages, prefix_files, prefix_nodes, prefix_reader, prefix_store
@@ -119,7 +119,7 @@ class PrefixCache:
           cache: of the request. Texts are shared between requests of one layout, whatever their slack.
 
         Raises:
-          ValueError: another model, another stored dtype, or a layout whose slots cannot be copied.
+          ValueError: another model, another stored dtype, or a cache whose slots cannot be copied (``check_copies``).
         """
         self._owner = self._owner.accept(model, params, mesh)
         resolved = resolve(cache, model.dtype)
@@ -128,7 +128,7 @@ class PrefixCache:
                 f"cache dtype: expected {self.cache.dtype}, that of the prefix cache, got {resolved.dtype}; give the "
                 f"request cache=CacheConfig(dtype={self.cache.dtype!r})"
             )
-        check_layouts(model.config, resolved)
+        check_copies(model.config, resolved, model.dtype)
         namespace = Namespace(model=self._owner.digest, cache=resolved, salt=self._salt_digest)
         return prefix_reader.PrefixReader(store=self._store, namespace=namespace)
 
@@ -236,7 +236,7 @@ def _make_store(
     """Allocates pages and makes an empty tree; the cache's dtype is resolved."""
     config_lib.check_count("num_pages", num_pages, 1)
     config_lib.check_count("page_len", page_len, 1)
-    check_layouts(model.config, cache)
+    check_copies(model.config, cache, model.dtype)
     codec = allocate.make_codec(cache, model.dtype)
     device = device_pages.DevicePages(model.config, codec, num_pages=num_pages, page_len=page_len, mesh=mesh)
     return prefix_store.PrefixStore(device, windows=prefix_store.windows_of(model.config), page_hash=page_hash)
@@ -248,18 +248,34 @@ def resolve(cache: config_lib.CacheConfig, compute_dtype: str) -> config_lib.Cac
     return dataclasses.replace(cache, dtype=dtype, slack=0)
 
 
-def check_layouts(config: config_lib.ModelConfig, cache: config_lib.CacheConfig) -> None:
-    """Refuses layouts of which it is not known that slots can be copied.
+def check_copies(config: config_lib.ModelConfig, cache: config_lib.CacheConfig, compute_dtype: str) -> None:
+    """Refuses caches of which it is not known that the slots of a prompt can be copied, one by one and after it.
+
+    What is not known here is refused, so that no option is ever read and not honoured.
 
     Raises:
-      ValueError: some layer's layout is neither full nor a ring.
+      ValueError: an option beside layout, dtype and slack is set; some layer's layout is neither full nor a ring; or
+        tokens are not stored each for itself.
     """
-    known = (layout_full.FullLayout, layout_ring.RingLayout)
+    for field in dataclasses.fields(cache):
+        got = getattr(cache, field.name)
+        config_lib.check(
+            field.name in ("layout", "dtype", "slack") or got == field.default,
+            f"cache {field.name}: expected {field.default} beside a prefix cache, got {got}; leave one of them out",
+        )
     most = 2**30  # slots: a ring wherever there can be one
     layouts = {type(allocate.layer_layout(layer, cache, most)) for layer in config.layers}
-    names = ", ".join(sorted(layout.__name__ for layout in layouts.difference(known)))
+    is_known = layouts <= {layout_full.FullLayout, layout_ring.RingLayout}
     config_lib.check(
-        not names, f"cache layout: expected full slots or rings beside a prefix cache, got {names}; use layout='auto'"
+        is_known,
+        f"cache layout: expected auto or full beside a prefix cache, got {cache.layout!r}; leave one of them out",
+    )
+    codec = allocate.make_codec(cache, compute_dtype)
+    is_known = {type(codec.keys), type(codec.values)} <= {codec_plain.PlainCodec, codec_token.TokenCodec}
+    config_lib.check(
+        is_known,
+        f"cache dtype: expected one that stores each token for itself beside a prefix cache, got {cache.dtype!r}; "
+        "use int8, fp8 or a float dtype",
     )
 
 

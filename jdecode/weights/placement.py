@@ -1,4 +1,4 @@
-"""Where parameters go as they are read: each is placed before the next one is, so that memory holds no second copy."""
+"""Where parameters go as they are read: over the devices of a mesh, or into the panels of a CPU."""
 
 import jax
 import numpy as np
@@ -9,8 +9,8 @@ from jdecode.parallel import rules
 from jdecode.weights import load
 
 
-def on_mesh(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load.Put:
-    """Returns what spreads parameters over devices by the axes of ``models.parameter_axes``."""
+def over_mesh(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load.Put:
+    """Splits parameters along the axes of a mesh."""
     axes = parameter_axes.parameter_axes(config)
 
     def put(path: str, array: np.ndarray) -> jax.Array:
@@ -20,7 +20,7 @@ def on_mesh(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig) -> load.Put
 
 
 def in_panels(config: config_lib.ModelConfig) -> load.Put:
-    """Returns what brings weights into ``models.panels`` where they can lie so."""
+    """Packs the matrices that ``models.panels`` knows; the rest stays as it is."""
     del config
 
     def put(path: str, array: np.ndarray) -> jax.Array | panels.Panels:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jdecode import config as config_lib
+from jdecode.cache import allocate, layout_full
 from jdecode.decode import prefill, prompt_reader
 from jdecode.models import digest
 from jdecode.serving import page_copies, prefix_cache
@@ -203,6 +204,33 @@ def test_request_of_another_dtype_is_refused():
     prefixes = init(cache=INT8)
     with pytest.raises(ValueError, match=r"cache dtype: expected int8, .*, got float32; give .*dtype='int8'"):
         prefixes.reader(LM.model, LM.params, AUTO)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheOfTomorrow(config_lib.CacheConfig):
+    """A config with an option that prefix caches know nothing of."""
+
+    budget: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherLayout(layout_full.FullLayout):
+    """A layout that prefix caches know nothing of."""
+
+
+def test_what_is_not_known_to_be_copied_is_refused(monkeypatch):
+    prefixes = init()
+    prefixes.reader(LM.model, LM.params, CacheOfTomorrow())
+    with pytest.raises(ValueError, match="cache budget: expected None beside a prefix cache, got 3"):
+        prefixes.reader(LM.model, LM.params, CacheOfTomorrow(budget=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(allocate, "layer_layout", lambda layer, cache, capacity: OtherLayout(capacity=capacity))
+        with pytest.raises(ValueError, match="cache layout: expected auto or full beside a prefix cache, got 'full'"):
+            prefixes.reader(LM.model, LM.params, FULL)
+    codec = allocate.make_codec(AUTO, "float32")
+    monkeypatch.setattr(allocate, "make_codec", lambda cache, dtype: dataclasses.replace(codec, keys=codec))
+    with pytest.raises(ValueError, match="cache dtype: expected one that stores each token for itself"):
+        init()
 
 
 @pytest.mark.parametrize("page_len, num_pages", [(0, 4), (2, 0), (True, 4), (2, 2**40)])
