@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jdecode.generation import Chunk, GenerateResult, TextStream
     from jdecode.language_model import LanguageModel, load
     from jdecode.prompt_compression.compress import CompressedPrompt, compress_prompt
+    from jdecode.serving.prefix_cache import PrefixCache
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "LayerConfig",
     "MeshConfig",
     "ModelConfig",
+    "PrefixCache",
     "RopeConfig",
     "RunConfig",
     "SamplingConfig",
@@ -46,6 +48,7 @@ _MODULES = {
     "CompressedPrompt": "prompt_compression.compress",
     "GenerateResult": "generation",
     "LanguageModel": "language_model",
+    "PrefixCache": "serving.prefix_cache",
     "TextStream": "generation",
     "compress_prompt": "prompt_compression.compress",
     "load": "language_model",

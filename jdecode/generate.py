@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from jdecode import command_line, config, draft_arguments, eviction_arguments, prompt_arguments
 
 if TYPE_CHECKING:
+    import jdecode
     from jdecode import generation, language_model
 
 NAME = "jdecode.generate"
+PREFIX_CACHE_PAGES = 512  # of 16 tokens; what the folder of a new --prefix-cache has room for
 _EPILOG = """examples:
   python -m jdecode.generate --config smollm2_135m.yaml --prompt 'The capital of France is'
   python -m jdecode.generate --weights model.gguf --chat 'Why is the sky blue?' --temperature 0.8 --top-p 0.95
@@ -74,6 +77,13 @@ def build_parser() -> command_line.ArgumentParser:
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
     draft_arguments.add_arguments(parser)
+    group = parser.add_argument_group("prompts of earlier runs")
+    group.add_argument(
+        "--prefix-cache",
+        metavar="FOLDER",
+        type=command_line.plain_text,
+        help="do not compute again what this prompt has in common with those kept there, and keep it there, too",
+    )
     _add_output_arguments(parser)
     return parser
 
@@ -195,6 +205,25 @@ def _stream(
     return stream.result
 
 
+def _open_prefix_cache(
+    lm: "language_model.LanguageModel", name: str, cache: config.CacheConfig
+) -> "jdecode.PrefixCache":
+    """Loads what a folder holds; one that is empty or not there yet will hold what this run keeps."""
+    folder = pathlib.Path(name)
+    if folder.exists() and any(folder.iterdir()):
+        return lm.load_prefix_cache(folder)
+    return lm.init_prefix_cache(num_pages=PREFIX_CACHE_PAGES, cache=cache)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the model reads: ids, the text that is shown for them, and what was left out of the prompt if anything."""
+
+    prompt_ids: list[int]
+    echo: str
+    compression: Mapping[str, Any] | None = None
+
+
 def _main(argv: Sequence[str] | None) -> None:
     arguments = build_parser().parse_args(argv)
     _check_flags(arguments)
@@ -204,11 +233,12 @@ def _main(argv: Sequence[str] | None) -> None:
     shortening = prompt_arguments.shortening(arguments)
     prompt = _read_prompt(arguments, chosen.run)
     lm, drafting = draft_arguments.load_models(chosen, speculative)
-    prompt_ids, echo, compression = _encode(lm, prompt), None, None
+    asked = _Asked(prompt_ids=_encode(lm, prompt), echo=_echo(lm, prompt))
     if shortening is not None:
-        short = prompt_arguments.shorten(lm, prompt_ids, shortening, message=prompt.chat, draft=drafting.get("draft"))
-        prompt_ids, compression = list(short.ids), short.stats
-        echo = None if prompt.chat is not None else short.text
+        draft = drafting.get("draft")
+        short = prompt_arguments.shorten(lm, asked.prompt_ids, shortening, message=prompt.chat, draft=draft)
+        echo = asked.echo if prompt.chat is not None else short.text
+        asked = _Asked(prompt_ids=list(short.ids), echo=echo, compression=short.stats)
     request = {
         "max_new_tokens": chosen.run.max_new_tokens,
         "sampling": chosen.run.sampling,
@@ -221,11 +251,26 @@ def _main(argv: Sequence[str] | None) -> None:
         "capacity": chosen.capacity,
         **drafting,
     }
+    if arguments.prefix_cache is None:
+        _answer(lm, arguments, asked, request)
+        return
+    prefix_cache = _open_prefix_cache(lm, arguments.prefix_cache, cache)
+    _answer(lm, arguments, asked, {**request, "prefix_cache": prefix_cache})
+    prefix_cache.save(arguments.prefix_cache)
+
+
+def _answer(
+    lm: "language_model.LanguageModel",
+    arguments: argparse.Namespace,
+    asked: _Asked,
+    request: dict[str, Any],
+) -> None:
+    """Runs the request and prints what came of it."""
+    echo, prompt_ids, compression = asked.echo, asked.prompt_ids, asked.compression
     if arguments.json:
         result = lm.generate([prompt_ids], **request)
         print(_json_text(result, prompt_ids, arguments.logprobs is not None, compression), flush=True)
         return
-    echo = _echo(lm, prompt) if echo is None else echo
     if sys.stdout.isatty() and not arguments.no_stream and arguments.num_samples == 1:
         result = _stream(lm, echo, prompt_ids, request)
     else:

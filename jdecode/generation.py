@@ -16,7 +16,7 @@ import numpy as np
 from jdecode import compile_clock, sampling, shapes
 from jdecode import request as request_lib
 from jdecode.cache import compress, kv_cache
-from jdecode.decode import compressed_prefill, loop, prefill, state, stopping
+from jdecode.decode import loop, prefill, prompt_reader, state, stopping
 from jdecode.decode import step as step_lib
 from jdecode.models import transformer
 from jdecode.speculative import speculation as speculation_lib
@@ -113,8 +113,9 @@ class TextStream:
       history: ids that each row of the cache holds already (penalties count them as prompt).
       speculation: a draft and how it is used; ``None`` for plain decoding. The cache must be able to take back as many
         tokens as it proposes.
-      how: the cache, which is empty, is compressed after the prompts (``cache.compress``); ``None`` where it is not.
+      how: the reader compresses the cache after the prompts (``cache.compress``); ``None`` where it does not.
       weight_bytes: for the statistics.
+      reader: brings the prompts into the cache; its counts stand in ``result.stats``, too.
 
     Attributes:
       result: ``None`` until the stream is exhausted.
@@ -143,11 +144,13 @@ class TextStream:
         speculation: speculation_lib.Speculation | None = None,
         how: compress.Compression | None = None,
         weight_bytes: int = 0,
+        reader: prompt_reader.PromptReader = prompt_reader.PlainReader(),
     ) -> None:
         self._model, self._params, self._tokenizer = model, params, tokenizer
         self._request, self._speculation, self._how = request, speculation, how
         self._chain = sampling.standard_chain(request.transforms)
-        self._weight_bytes = weight_bytes
+        self._weight_bytes, self._prompt_reader = weight_bytes, reader
+        self._reading_stats: Mapping[str, int] = {}
         self._prompt_cache: kv_cache.KVCache | None = cache
         self._readers = [self._reader(request.continues_text[row // request.num_samples]) for row in range(self._rows)]
         self._seen = [0] * self._rows
@@ -237,10 +240,8 @@ class TextStream:
         assert cache is not None
         self._prompt_cache = None  # donated from here on
         key_B = sampling.request_keys(request.seeds, [row % request.num_samples for row in range(self._rows)])
-        if self._how is None:
-            cache, logits_BV = prefill.prefill(self._model, self._params, request.prompts, cache)
-        else:
-            cache, logits_BV = compressed_prefill.prefill(self._model, self._params, request.prompts, cache, self._how)
+        reading = self._prompt_reader.read(self._model, self._params, request.prompts, cache)
+        cache, logits_BV, self._reading_stats = reading.cache, reading.logits_BV, reading.stats
         if request.num_samples > 1:
             cache = kv_cache.repeat_rows(cache, request.num_samples)
             logits_BV = jnp.repeat(logits_BV, request.num_samples, axis=0)
@@ -347,6 +348,7 @@ class TextStream:
                 "kv_cache_bytes": final.cache.num_bytes,
                 "weight_bytes": self._weight_bytes,
                 **self._compression_stats(),
+                **self._reading_stats,
                 **self._drafting_stats(),
             },
         )

@@ -18,10 +18,11 @@ from jdecode import sampling as sampling_lib
 from jdecode import streaming as streaming_lib
 from jdecode.attention import select
 from jdecode.cache import kv_cache
-from jdecode.decode import continuation, loop, prefill
+from jdecode.decode import compressed_prefill, continuation, loop, prefill
 from jdecode.models import transformer
 from jdecode.parallel import device_memory
 from jdecode.parallel import mesh as mesh_lib
+from jdecode.serving import prefix_cache as prefix_cache_lib
 from jdecode.speculative import speculation as speculation_lib
 from jdecode.text import chat
 from jdecode.text import tokenizer as tokenizer_lib
@@ -100,6 +101,39 @@ class LanguageModel:
         cache_plan.check_config(cache)
         return cache_plan.CachePlan(model=self.config, cache=cache, compute_dtype=self.model.dtype, capacity=capacity)
 
+    def init_prefix_cache(
+        self,
+        *,
+        num_pages: int,
+        page_len: int = prefix_cache_lib.DEFAULT_PAGE_LEN,
+        cache: config_lib.CacheConfig = config_lib.CacheConfig(),
+        salt: str | None = None,
+    ) -> prefix_cache_lib.PrefixCache:
+        """Allocates what keeps the beginnings of prompts, for ``prefix_cache=`` of ``stream``. Reads all weights once.
+
+        Args:
+          num_pages: of ``page_len`` tokens. When they are full, the least recently used text gives way.
+          page_len: in tokens.
+          cache: layout and dtype of the requests' caches.
+          salt: shares nothing with prompts of another salt; see ``PrefixCache.with_salt``.
+
+        Raises:
+          ValueError: a count is under 1, the salt is empty, or the pages are larger than the memory of the devices.
+        """
+        geometry = {"num_pages": num_pages, "page_len": page_len, "mesh": self.mesh}
+        return prefix_cache_lib.make(self.model, self.params, cache=cache, salt=salt, **geometry)
+
+    def load_prefix_cache(self, folder: str | pathlib.Path, *, salt: str | None = None) -> prefix_cache_lib.PrefixCache:
+        """Reads what ``PrefixCache.save`` wrote, as large as it was.
+
+        Args:
+          salt: as in ``init_prefix_cache``; what was kept under others stays theirs.
+
+        Raises:
+          ValueError: it is another model's, or damaged; one line.
+        """
+        return prefix_cache_lib.load(folder, self.model, self.params, mesh=self.mesh, salt=salt)
+
     def check_memory(
         self,
         num_rows: int,
@@ -175,6 +209,7 @@ class LanguageModel:
         transforms: Sequence[sampling_lib.Transform] = (),
         cache: config_lib.CacheConfig = config_lib.CacheConfig(),
         capacity: int | None = None,
+        prefix_cache: prefix_cache_lib.PrefixCache | None = None,
         lengths: Sequence[int] | np.ndarray | None = None,
         draft: Any = None,
         num_draft_tokens: int = drafts.DEFAULT.num_draft_tokens,
@@ -196,6 +231,7 @@ class LanguageModel:
           transforms: the caller's own (see ``sampling.Transform``), applied before the temperature.
           cache: layout and dtype of the cache, and what it keeps of a prompt.
           capacity: cache slots a row; ``None`` for what the request needs.
+          prefix_cache: of ``init_prefix_cache``: what it holds of a prompt is not computed, and what is new it keeps.
           lengths: how many ids of each row are real, for an array of prompts.
           draft: what proposes tokens (speculative decoding): a smaller ``LanguageModel`` with the same tokens,
             ``"ngram"`` (what followed the latest tokens before), ``"layer_skip"`` (this model's first layers), or a
@@ -238,6 +274,9 @@ class LanguageModel:
             logprobs=logprobs,
             speculation=speculation,
         )
+        reader = prefix_cache_lib.reader_for(prefix_cache, self.model, self.params, cache, mesh=self.mesh)
+        if plan.how is not None:
+            reader = compressed_prefill.CompressingReader(plan.how)
         request = request_lib.resolve(
             ids,
             vocab_size=self.config.vocab_size,
@@ -263,6 +302,7 @@ class LanguageModel:
             speculation=speculation,
             how=plan.how,
             weight_bytes=self.weight_bytes,
+            reader=reader,
         )
 
     def score(

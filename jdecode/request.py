@@ -42,6 +42,7 @@ class Options(DraftOptions, total=False):
     transforms: Sequence[sampling_lib.Transform]
     cache: config_lib.CacheConfig
     capacity: int | None
+    prefix_cache: Any
     lengths: Sequence[int] | np.ndarray | None
     steps_per_look: int
 

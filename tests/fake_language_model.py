@@ -44,6 +44,14 @@ class FakeStream:
         self.result = self._result
 
 
+class FakePrefixCache:
+    def __init__(self, lm: "FakeLanguageModel") -> None:
+        self.lm = lm
+
+    def save(self, folder: Any) -> None:
+        self.lm.calls.append(("save", {"folder": folder}))
+
+
 class FakeChatSession:
     def __init__(self, lm: "FakeLanguageModel", **arguments: Any) -> None:
         self.lm, self.arguments, self.turns = lm, arguments, 0
@@ -125,6 +133,14 @@ class FakeLanguageModel:
     def stream(self, prompt: list[int], **arguments: Any) -> FakeStream:
         self.calls.append(("stream", {"prompt": prompt, **arguments}))
         return FakeStream(self.reply, self.result([prompt], [self.reply]))
+
+    def init_prefix_cache(self, **arguments: Any) -> "FakePrefixCache":
+        self.calls.append(("init_prefix_cache", arguments))
+        return FakePrefixCache(self)
+
+    def load_prefix_cache(self, folder: Any) -> "FakePrefixCache":
+        self.calls.append(("load_prefix_cache", {"folder": folder}))
+        return FakePrefixCache(self)
 
     def chat_session(self, **arguments: Any) -> FakeChatSession:
         self.calls.append(("chat_session", arguments))

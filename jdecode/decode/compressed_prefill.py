@@ -4,6 +4,7 @@ All but the last ``num_recent`` tokens of each prompt are read as ever. The last
 the layers to be compressed count the attention that slots get; so nothing is computed twice, and nothing is taken back.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from jdecode.cache import compress, kv_cache
 from jdecode.decode import prefill as prefill_lib
+from jdecode.decode import prompt_reader
 from jdecode.models import transformer
 
 
@@ -51,3 +53,17 @@ def prefill(
         model, params, cache, logits_BV, jnp.asarray(tokens_BT), jnp.asarray(num_tokens_B)
     )
     return compress.compress(cache, how), logits_BV
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressingReader:
+    """Reads prompts into an empty cache and keeps a part of them. See ``prompt_reader.PromptReader``."""
+
+    how: compress.Compression
+
+    def read(
+        self, model: transformer.Transformer, params: Any, prompts: Sequence[Sequence[int]], cache: kv_cache.KVCache
+    ) -> prompt_reader.PromptReading:
+        """Feeds the prompts to the model, and compresses the cache."""
+        cache, logits_BV = prefill(model, params, prompts, cache, self.how)
+        return prompt_reader.PromptReading(cache=cache, logits_BV=logits_BV, stats={})

@@ -16,8 +16,10 @@ there is compared. Where no child has the next page whole, the one with the long
 import bisect
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
+from jdecode import config as config_lib
 from jdecode.serving import pages as pages_lib
 
 PageHash = Callable[[int, tuple[int, ...]], int]
@@ -77,6 +79,10 @@ class NodeTree:
             yield node
             waiting.extend(node.children)
 
+    def roots(self) -> list[tuple[Hashable, Node]]:
+        """Returns the namespaces, each with its root."""
+        return list(self._roots.items())
+
     def root(self, namespace: Hashable) -> Node:
         """Returns the root of a namespace, made where there is none; ``drop_empty_roots`` takes it back if unused."""
         if namespace not in self._roots:
@@ -106,13 +112,13 @@ class NodeTree:
         place = bisect.bisect_left(parent.children, page, key=self._first_page)
         best, best_len = None, 0
         for child in parent.children[max(place - 1, 0) : place + 1]:
-            if (common_len := _common_len(self._first_page(child), page)) > best_len:
-                best, best_len = child, common_len
+            if (length := common_len(self._first_page(child), page)) > best_len:
+                best, best_len = child, length
         return best, best_len
 
     def common_len(self, node: Node, ids: tuple[int, ...]) -> int:
         """Returns with how many of its tokens a node goes along with a text that its parent goes along with."""
-        return _common_len(node.tokens, ids[node.start : node.end])
+        return common_len(node.tokens, ids[node.start : node.end])
 
     def walk(self, namespace: Hashable, ids: tuple[int, ...]) -> Path:
         """Returns the path along a text, as far as there is one."""
@@ -215,9 +221,19 @@ def within(intact_from: Mapping[int, int], start: int, end: int) -> dict[int, in
     return {window: min(max(position, start), end) for window, position in intact_from.items()}
 
 
-def _common_len(first: Sequence[int], second: Sequence[int]) -> int:
+def common_len(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns how many tokens two texts have in common at their beginning."""
     if first == second:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((idx for idx, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Returns whole, plain ints: what is compared is all of each id. Raises ``ValueError`` for what is no id."""
+    ids = tuple(tokens)
+    for token in ids:
+        if type(token) is not int or token < 0:
+            is_id = isinstance(token, numbers.Integral) and not isinstance(token, bool) and token >= 0
+            config_lib.check(is_id, f"tokens: expected token ids of at least 0, got {token!r}")
+    return tuple(map(int, ids))

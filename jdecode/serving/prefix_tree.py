@@ -23,11 +23,10 @@ Time is a counter of calls: the same calls give the same tree. ``match`` and ``i
 
 import dataclasses
 import heapq
-import numbers
 from collections.abc import Mapping, Sequence
 
 from jdecode import config as config_lib
-from jdecode.serving import page_table, prefix_nodes
+from jdecode.serving import page_table, prefix_nodes, prefix_snapshot
 from jdecode.serving import pages as pages_lib
 from jdecode.serving.prefix_namespace import Namespace
 
@@ -121,7 +120,7 @@ class PrefixTree:
         Raises:
           ValueError: a token is no id, or ``keep_last`` no count.
         """
-        ids = _token_ids(tokens)
+        ids = prefix_nodes.token_ids(tokens)
         config_lib.check_count("keep_last", keep_last, 0)
         self._clock += 1
         cut, path = self._reusable(self._tree.walk(namespace, ids[: max(len(ids) - keep_last, 0)]))
@@ -178,7 +177,7 @@ class PrefixTree:
           ValueError: a token is no id, the table is shorter or of another pool, a window is unknown or its position
             outside the text.
         """
-        ids = _token_ids(tokens)
+        ids = prefix_nodes.token_ids(tokens)
         config_lib.check(table.pool is self.pool, "table: expected one of the tree's pool, got another pool's")
         config_lib.check(
             len(ids) <= table.length, f"tokens: expected at most the {table.length} of the table, got {len(ids)}"
@@ -224,6 +223,26 @@ class PrefixTree:
         self._tree.drop_empty_roots()
         self._count(pages_evicted=num_freed)
         return num_freed
+
+    def saved(self) -> list[prefix_snapshot.SavedNode]:
+        """Returns every node, parents first."""
+        return prefix_snapshot.take(self._tree)
+
+    def plant(self, saved: Sequence[prefix_snapshot.SavedNode]) -> None:
+        """Puts back what ``saved`` gave, into a tree that was never used. Nothing is locked then.
+
+        The pages are those that the saved nodes name. They must be the caller's alone, who lets them go by this.
+
+        Raises:
+          ValueError: the tree was used, or no tree has such nodes; it is then of no use.
+        """
+        config_lib.check(self._clock == 0, "tree: expected a new one to plant, got one that was used")
+        prefix_snapshot.plant(self._tree, saved, windows=self._windows)
+        self._clock = max((node.last_use for node in saved), default=0)
+        for node in saved:
+            self.pool.keep(node.pages)
+        for node in saved:
+            self.pool.release(node.pages)
 
     def check(self) -> None:
         """Asserts the invariants of the module. For tests: it looks at every node."""
@@ -324,13 +343,3 @@ class PrefixTree:
         old = self.statistics
         new = {name: getattr(old, name) + count for name, count in counts.items()}
         self.statistics = dataclasses.replace(old, **new)
-
-
-def _token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Returns whole, plain ints: what is compared is all of each id."""
-    ids = tuple(tokens)
-    for token in ids:
-        if type(token) is not int or token < 0:
-            is_id = isinstance(token, numbers.Integral) and not isinstance(token, bool) and token >= 0
-            config_lib.check(is_id, f"tokens: expected token ids of at least 0, got {token!r}")
-    return tuple(map(int, ids))

@@ -1,19 +1,14 @@
 """Writing a model as a Hugging Face folder, one tensor at a time, so that memory holds no second copy of it."""
 
-import json
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jdecode import config
 from jdecode.models import families, parameter_shapes
-from jdecode.weights import model_folder, safetensors_file, safetensors_folder, stored_tensor
+from jdecode.weights import model_folder, safetensors_folder, safetensors_write, stored_tensor
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_HEADER_ALIGNMENT = 8  # bytes
 
 
 def save_hugging_face(
@@ -86,17 +81,10 @@ def _write_shards(folder: pathlib.Path, tensors: Mapping[str, tuple[str, Any]], 
 
 
 def _write_file(path: pathlib.Path, tensors: Mapping[str, tuple[str, Any]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (parameter, array) in tensors.items():
-        shape = parameter_shapes.file_shape(parameter, tuple(array.shape))
-        dtype = safetensors_file.DTYPE_NAMES[stored_tensor.COMPUTE_DTYPES[str(array.dtype)]]
-        num_bytes = math.prod(shape) * array.dtype.itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + num_bytes]}
-        end += num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, array in tensors.values():
-            file.write(np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data)
+    safetensors_write.write(path, {name: _tensor(*tensor) for name, tensor in tensors.items()})
+
+
+def _tensor(parameter: str, array: Any) -> safetensors_write.Tensor:
+    shape = parameter_shapes.file_shape(parameter, tuple(array.shape))
+    dtype = stored_tensor.COMPUTE_DTYPES[str(array.dtype)]
+    return safetensors_write.Tensor(shape=shape, dtype=dtype, read=lambda: array)
