@@ -159,11 +159,12 @@ def _pages(question: Question) -> list[Variant]:
     if layout is None:
         return variants
     variants.append(_cache_variant(question, f"pages of {layout.page_len}, and rings for windows", paged))
-    samples = f"{count} samples of each prompt, which is half of the context"
+    prompt_len = plan.capacity // 2
+    samples = f"what if {count} samples a prompt of {prompt_len:,}"
     many = dataclasses.replace(own, batch_size=count * own.batch_size)
-    whole = dataclasses.replace(_cache_variant(question, f"what if {samples}: slots of their own", many), plan=None)
+    whole = dataclasses.replace(_cache_variant(question, f"{samples}: own slots", many), plan=None)
     # A prompt's full pages once, and for each sample the columns after them.
-    num_full = plan.capacity // 2 // layout.page_len
+    num_full = prompt_len // layout.page_len
     num_pages = plan.batch_size * (num_full + count * (layout.num_columns - num_full))
     many = dataclasses.replace(paged, batch_size=count * paged.batch_size)
     in_pages = sum(
@@ -174,7 +175,7 @@ def _pages(question: Question) -> list[Variant]:
     rest = ledger_lib.ledger(many).formula_stored_bytes - in_pages
     stores = ledger_lib.abstract_cache(many, num_pages).stores
     shared = Variant(
-        name=f"what if {samples}: in shared pages",
+        name=f"{samples}: shared pages",
         formula_bytes=rest + in_pages * num_pages // (many.batch_size * layout.num_columns),
         allocated_bytes=sum(map(ledger_lib.leaf_bytes, jax.tree.leaves(stores))),
         is_planned=False,

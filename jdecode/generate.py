@@ -220,8 +220,8 @@ class _Asked:
     """What the model reads: ids, the text that is shown for them, and what was left out of the prompt if anything."""
 
     prompt_ids: list[int]
-    echo: str
-    compression: Mapping[str, Any] | None = None
+    echo: str | None
+    compression: dict[str, Any] | None = None
 
 
 def _main(argv: Sequence[str] | None) -> None:

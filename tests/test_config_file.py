@@ -135,7 +135,9 @@ def test_wrong_type_names_what_was_expected_and_got(text: str, message: str):
         ("sampling: {temperature: .nan}", "sampling: temperature: expected a finite number of at least 0, got nan"),
         ("sampling: {top_p: 1.5}", "sampling: top_p: expected a number from 0 to 1, got 1.5"),
         ("max_new_tokens: -1", "max_new_tokens: expected a count of at least 1, got -1"),
-        ("cache: {layout: rings}", "cache: cache layout: expected auto or full, got 'rings'"),
+        ("cache: {page_len: 8}", "cache: cache page_len: expected none beside layout auto, got 8; use layout paged"),
+        ("cache: {layout: paged, page_len: 0}", "cache: cache page_len: expected a count of at least 1 or none, got 0"),
+        ("cache: {layout: rings}", "cache: cache layout: expected one of auto, full, paged, got 'rings'"),
         (
             "cache: {dtype: int4, group_len: 96}",
             "cache: cache group_len: expected one of 4, 8, 16, 32, 64, 128, 256, got 96",

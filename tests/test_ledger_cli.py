@@ -227,17 +227,19 @@ def test_compare_and_plot(tmp_path: pathlib.Path, capsys):
     flags = [*LLAMA, "--weight-dtype", "bfloat16", "--memory", "80GB", "--compare"]
     report = run(capsys, *flags, "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    heads, dtypes, windows, evictions, attention = report["compare"]
+    heads, dtypes, windows, pages, evictions, attention = report["compare"]
     assert [variant["factor"] for variant in heads["variants"]] == [0.25, 1, 2, 4, 8]
     assert [variant["allocated_bytes"] / 2**30 for variant in heads["variants"]] == [32, 8, 4, 2, 1]
     planned = [variant for way in report["compare"] for variant in way["variants"] if variant["is_planned"]]
-    assert len(planned) == 5 and [variant["requests"] for variant in planned] == [119, 119, 119, 119, None]
+    assert len(planned) == 6 and [variant["requests"] for variant in planned] == [119, 119, 119, 119, 119, None]
     # 1,024 of 4,096 tokens and 512 new ones, or 1,024 with 4 bytes a slot beside 131,072 a token.
     sizes = [16 * 131_072 * 1536, 16 * (131_072 + 32 * 4) * 1024]
     assert [variant["formula_bytes"] for variant in evictions["variants"][1:]] == sizes
     assert {variant["name"]: variant["factor"] for variant in dtypes["variants"]}["float32"] == 0.5
     # A quarter of the context and four sinks, unless said.
     assert windows["variants"][-1]["formula_bytes"] == 16 * 131_072 * (1024 + 4)
+    # Four samples of each of 16 prompts: 64 rows of 64 pages, of which the 32 of a prompt are held once.
+    assert [variant["factor"] for variant in pages["variants"]] == [1, 1, 0.25, 64 / (32 + 4 * 32)]
     assert attention["variants"][0]["formula_bytes"] == 4 * 16 * 32 * 512 * 4096
     found = lines(capsys, *flags, "--sinks", "9")
     assert max(map(len, found)) <= 130
@@ -297,6 +299,17 @@ def test_window_where_every_layer_has_one(tmp_path: pathlib.Path, capsys):
     )
     config.write_text(text + "cache: {layout: full}")
     assert run(capsys, "--config", str(config))["layout"] == "full"
+
+
+def test_pages(tmp_path: pathlib.Path, capsys):
+    own = run(capsys, *LLAMA, "--layout", "paged", "--page-len", "16", "--context", "4090")
+    assert (own["layout"], own["lines"][0]["layout"], own["lines"][0]["slots"]) == ("paged", "paged(page_len=16)", 4096)
+    config = tmp_path / "paged.yaml"
+    config.write_text(TINY_CONFIG.format(layer="") + "cache: {layout: paged, page_len: 8}")
+    assert run(capsys, "--config", str(config))["lines"][0]["layout"] == "paged(page_len=8)"
+    assert run(capsys, "--config", str(config), "--layout", "full")["lines"][0]["layout"] == "full"
+    assert "page_len: expected none beside layout auto" in refused(capsys, *LLAMA, "--page-len", "16")
+    assert "expected a mesh with data=1" in refused(capsys, *LLAMA, "--layout", "paged", "--mesh", "data=2")
 
 
 def test_layout_of_the_config_is_no_ring(tmp_path: pathlib.Path, capsys):

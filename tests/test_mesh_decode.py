@@ -79,6 +79,17 @@ def test_samples_on_a_mesh():
     assert len({tuple(tokens) for tokens in on_mesh}) == 4
 
 
+def test_pages_on_a_mesh():
+    lm = load("llama_mha", 1, 8)
+    paged = config.CacheConfig(layout="paged", page_len=16)
+    tokens, cache = run(lm, tiny_model.prompts("llama_mha"), num_samples=2, cache=paged)
+    assert tokens == [row for row in tiny_model.greedy("llama_mha") for _ in range(2)]
+    data_PZX = cache.stores[0].keys.data_BSX  # pyright: ignore[reportAttributeAccessIssue]
+    assert shard_shape(data_PZX) == (*data_PZX.shape[:2], data_PZX.shape[2] // 8)  # a head on each device
+    with pytest.raises(ValueError, match=r"layout paged: expected a mesh with data=1 .* got data=2"):
+        load("llama_gqa", 2, 4).generate([[5]], cache=paged)
+
+
 def test_weights_are_spread_and_scores_are_the_same():
     lm, alone = load("llama_gqa", 2, 4), tiny_model.load("llama_gqa")
     params = lm.params["params"]

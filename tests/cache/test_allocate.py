@@ -95,3 +95,32 @@ def test_counts_under_one_are_refused(name):
     sizes: dict[str, Any] = {"batch_size": 2, "capacity": 9} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}: expected a count of at least 1, got 0"):
         allocate.init_cache(MIXED, config_lib.CacheConfig(), compute_dtype="float32", **sizes)
+
+
+def test_pages_by_hand():
+    paged = config_lib.CacheConfig(layout="paged", page_len=4)
+    sizes: dict[str, Any] = {"batch_size": 2, "compute_dtype": "float32"}
+    cache = allocate.init_cache(tiny_models.MIXED, paged, capacity=9, **sizes)
+    # Rings of 4 and of 2 + 4 slots, and three pages a row, each column with its own.
+    assert [store.keys.num_slots for store in cache.stores] == [4, 6, 4]
+    np.testing.assert_array_equal(cache.pages_BC, [[0, 1, 2], [3, 4, 5]])
+    assert (cache.max_len, cache.max_rollback) == (12, 1)
+    host = allocate.init_cache(tiny_models.MIXED, paged, capacity=9, num_pages=5, **sizes)
+    np.testing.assert_array_equal(host.pages_BC, np.full((2, 3), 5))  # the first id that is no page
+    assert host.stores[2].keys.block(0, 4).shape == (5, 4, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_pages", "message"),
+    [
+        ("paged", 0, "num_pages: expected a count of at least 1, got 0"),
+        ("auto", 3, r"num_pages: expected none \(no layer has pages\), got 3; use the layout paged"),
+    ],
+)
+def test_pages_that_are_refused(layout, num_pages, message):
+    sizes: dict[str, Any] = {"batch_size": 2, "capacity": 9, "compute_dtype": "float32", "num_pages": num_pages}
+    with pytest.raises(ValueError, match=message):
+        allocate.init_cache(tiny_models.MIXED, config_lib.CacheConfig(layout=layout), **sizes)
+    plain = tiny_models.empty_cache(tiny_models.MIXED, 1)
+    with pytest.raises(ValueError, match="with_pages: expected a cache with pages, got none"):
+        kv_cache.with_pages(plain, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))

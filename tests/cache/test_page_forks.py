@@ -29,8 +29,8 @@ def test_by_hand():
     assert got == [[0, 1, 2], [3, 4, 5], [0, 1, 6]]
     assert shared == [4, 0, 4]
     assert source == [7, 0, 5, 4, P, P, 5, P]  # pages 4 and 5 of row 0 begin as nothing; page 7 is nobody's
-    arrays = [np.asarray(numbers) for numbers in ([[4, 2, 9], [7, 0, 5], [1, 3, 6]], [2, 5, 0], [1, 0, 1])]
-    assert page_forks.least_pages(arrays[0], arrays[1], arrays[2], Z) == 7
+    pages_BC, length_B = np.asarray([[4, 2, 9], [7, 0, 5], [1, 3, 6]]), np.asarray([2, 5, 0])
+    assert page_forks.least_pages(pages_BC, length_B, np.asarray([1, 0, 1]), Z) == 7
 
 
 # Forks of forks: what rows hold follows them, nothing that one row may write is another's, and no page is held twice.

@@ -105,7 +105,7 @@ LENGTHS = [3 * Z + 1, 2 * Z, Z + 1]
     ],
 )
 def test_paged_is_full_whatever_unmapped_pages_hold(backend, chunk_len, poison, monkeypatch):
-    small_blocks(monkeypatch, Z)
+    small_blocks(monkeypatch, 2 * Z)
     model = transformer.Transformer(MIXED, backend=backend)
     params, rows = tiny_models.random_params(MIXED), tiny_models.random_rows(LENGTHS)
     full = make_cache(MIXED, 3, layout="auto", page_len=None)
@@ -132,15 +132,15 @@ def test_every_codec(dtype):
             np.testing.assert_array_equal(own, row[start : start + 3])
 
 
-# Pages that attention's blocks do not fit: three tokens each, in blocks of two, of four, and of all.
-@pytest.mark.parametrize("size", [2, 99])
+# Pages of three tokens, which blocks of two cut; the second block of twelve is moved back, to end at the last slot.
+@pytest.mark.parametrize("size", [2, 12, 99])
 def test_pages_and_blocks_of_other_lengths(size, monkeypatch):
     model = transformer.Transformer(FULL, backend=small_blocks(monkeypatch, size))
-    params, rows = tiny_models.random_params(FULL), tiny_models.random_rows([11, 7])
+    params, rows = tiny_models.random_params(FULL), tiny_models.random_rows([16, 7])
     cache = make_cache(FULL, 2, page_len=3)
     assert cache.max_len == 18  # whole pages
     got, _ = tiny_models.feed(model, params, rows, cache, 4)
-    whole = tiny_models.whole(dataclasses.replace(model, backend="reference"), params, rows, 12)
+    whole = tiny_models.whole(dataclasses.replace(model, backend="reference"), params, rows, 16)
     tiny_models.assert_rows_close(got, whole)
 
 
@@ -164,14 +164,14 @@ def test_slots_of_no_page_and_shared_slots_are_never_written():
     model, params = transformer.Transformer(FULL), tiny_models.random_params(FULL)
     cache = make_cache(FULL, 2, num_pages=4)
     table_BC = np.full((2, CAPACITY // Z), 4, np.int32)
-    table_BC[0, :2], table_BC[1, :1] = (2, 0), 2
+    table_BC[0, :2], table_BC[1, :1] = (2, 0), 1
     cache = kv_cache.with_pages(cache, jnp.asarray(table_BC), jnp.asarray([0, Z]), jnp.asarray([0, 0]))
     before = jax.tree.leaves(cache.stores)
     tokens_BT = jnp.asarray([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
     _, after = tiny_models.apply(model, params, tokens_BT, cache)
     for old, new in zip(before, jax.tree.leaves(after.stores), strict=True):
         changed = np.argwhere((np.asarray(old) != np.asarray(new)).any(axis=-1))
-        # Row 0 in pages 2 and 0; nothing for its fifth token, nor for row 1, whose only page is another's to write.
+        # Row 0 in pages 2 and 0; nothing for its fifth token, nor for row 1, whose only page is not its own to write.
         np.testing.assert_array_equal(changed, [[0, 0], [0, 1], [2, 0], [2, 1]])
 
 
