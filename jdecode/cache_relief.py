@@ -279,8 +279,9 @@ WAYS: tuple[Way, ...] = (
         shrinks="S of a layer with a window, to its window, sinks and slack",
         formula="2·B·K·H·b·(sum over layers of min(S, W + sinks + slack))",
         costs="none where the model was trained with windows; elsewhere it forgets what the window has left, and sinks "
-        "only keep the text fluent (Xiao et al. 2024)",
-        suits="long texts; --window W --sinks N plans it, `window` in a config sets it",
+        "only keep the text fluent (Xiao et al. 2024): perplexity of SmolLM2-135M over 10,000 tokens, window and sinks "
+        "of 1,024, at most 1.1 times that with every key; without sinks about 1.8 (docs/streaming.md)",
+        suits="long texts; --window W --sinks N plans it, and the same flags of jdecode.generate run it",
         variants=_windows,
     ),
     Way(
