@@ -88,7 +88,7 @@ class LanguageModel:
           cache: layout and dtype.
 
         Raises:
-          ValueError: a size is under 1, the cache is larger than the memory of the devices, or the config evicts.
+          ValueError: a size is under 1, the config evicts tokens, or the devices have too little memory.
         """
         batch_size = request_lib.count("batch_size", batch_size, least=1)
         plan = self.plan_cache(cache, request_lib.count("capacity", capacity, least=1))
