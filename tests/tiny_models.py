@@ -75,7 +75,7 @@ def empty_cache(
     dtype: str = "float32",
 ) -> kv_cache.KVCache:
     """Allocates a cache on one device; groups, where the dtype has them, are of ``GROUP_LEN``."""
-    groups = {"group_len": GROUP_LEN} if dtype in config_lib.GROUPED_DTYPES else {}
+    groups: dict[str, Any] = {"group_len": GROUP_LEN} if dtype in config_lib.GROUPED_DTYPES else {}
     cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype, **groups)
     return allocate.init_cache(config, cache_config, batch_size=batch_size, capacity=capacity, compute_dtype="float32")
 

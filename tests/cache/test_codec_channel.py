@@ -1,6 +1,7 @@
 """Scales by channel over groups of tokens, and 4 bits: what is stored, what it stands for, how attention reads it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,12 +169,12 @@ def test_attention_over_what_is_stored_is_attention_over_what_it_stands_for(pair
         return jax.tree.map(leaf, rows)
 
     stored_k, stored_v = keys.encode(k), values.encode(v)
-    arguments = {"scale": 0.3, "soft_cap": 5.0}
+    arguments: dict[str, Any] = {"scale": 0.3, "soft_cap": 5.0}
     query_BT = jnp.asarray([[S - 2, S - 1], [1, 2 * Z]], jnp.int32)
     clean = segment.whole_segment(stored_k.block(0, S), stored_v.block(0, S), jnp.asarray(position_BS))
     exact = segment.whole_segment(k, v, jnp.asarray(position_BS))
     stored = dataclasses.replace(clean, keys=poisoned(stored_k), values=poisoned(stored_v))
-    options = {"block_size": 2 * Z} if backend is blockwise else {}  # the last block is moved back
+    options: dict[str, Any] = {"block_size": 2 * Z} if backend is blockwise else {}  # the last block is moved back
     got = backend.attend(q, query_BT, [stored], **arguments, **options)
     np.testing.assert_allclose(got, reference.attend(q, query_BT, [clean], **arguments), atol=3e-6)
     off = np.abs(np.asarray(got - reference.attend(q, query_BT, [exact], **arguments))).max()

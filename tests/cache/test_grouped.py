@@ -232,7 +232,9 @@ def test_what_is_not_settled_is_not_read(dtype, poison):
     session = _session(None, 0, 1, "full", dtype, capacity=24)
     session.append([14, 6], 14)
     cache = session.cache
-    store, recent_idx = cache.stores[0], cache.layouts.index(cache.codec.grouping.layout)
+    store, grouping = cache.stores[0], cache.codec.grouping
+    assert grouping is not None and store.recent is not None
+    recent_idx = cache.layouts.index(grouping.layout)
     # 14 tokens have settled 3 groups, less the one that has fewer than 1 + 1 after it: 12 + 2 <= 14, so all three.
     settled_B1 = np.asarray([[12], [4]])
     recent = _poisoned(store.recent, np.asarray(cache.positions[recent_idx]) == EMPTY, poison)

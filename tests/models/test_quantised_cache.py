@@ -1,5 +1,7 @@
 """A quantised cache through whole models: close to float32, and the same whatever chunks, layout and draft."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,8 +73,13 @@ DRAFTS += [
 def test_greedy_with_a_draft_is_plain_greedy(name, kind, dtype):
     lm = tiny_model.load(name)
     rows = [[5, 6, 7] * 6, [9, 8], [3] * 11]
-    groups = {"group_len": 16} if dtype in config.GROUPED_DTYPES else {}  # of which 4 are exact, slack or not
-    options = {"max_new_tokens": 40, "ignore_eos": True, "cache": config.CacheConfig(dtype=dtype, **groups)}
+    # Of 16 tokens the latest 4 are exact, whatever slack a draft of 3 needs.
+    groups: dict[str, Any] = {"group_len": 16} if dtype in config.GROUPED_DTYPES else {}
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "ignore_eos": True,
+        "cache": config.CacheConfig(dtype=dtype, **groups),
+    }
     plain = lm.generate(rows, **options)
     drafted = lm.generate(rows, draft=drafts_under_test.make(kind, lm), num_draft_tokens=3, **options)
     assert drafted.stats["drafted"] > 0

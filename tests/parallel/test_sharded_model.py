@@ -44,7 +44,7 @@ def _place(mesh: jax.sharding.Mesh, config: config_lib.ModelConfig, params: dict
 
 
 def _cache(config, layout: str, mesh: jax.sharding.Mesh | None, dtype: str = "auto") -> kv_cache.KVCache:
-    groups = {"group_len": 4} if dtype in config_lib.GROUPED_DTYPES else {}
+    groups: dict[str, Any] = {"group_len": 4} if dtype in config_lib.GROUPED_DTYPES else {}
     cache_config = config_lib.CacheConfig(layout=layout, slack=BLOCK_LEN - 1, dtype=dtype, **groups)
     return allocate.init_cache(
         config, cache_config, batch_size=8, capacity=LAST_SLOT_LEN, compute_dtype="float32", mesh=mesh
