@@ -62,11 +62,8 @@ DRAFTS = [
     for kind in drafts_under_test.KINDS
     for dtype in ("int8", "fp8")
 ]
-DRAFTS += [
-    ("llama_gqa", "ngram", "int4"),
-    ("mistral_w16", "layer_skip", "int4"),
-    ("llama_gqa", "model", "int8_channel"),
-]
+DRAFTS += [("llama_gqa", "ngram", "int4"), ("mistral_w16", "layer_skip", "int4")]
+DRAFTS += [pytest.param("llama_gqa", "model", "int8_channel", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "kind", "dtype"), DRAFTS)
