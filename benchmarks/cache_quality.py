@@ -2,13 +2,15 @@
 
 Usage::
 
-    python benchmarks/cache_quality.py FILE.gguf --text-file LICENSE [--dtypes bfloat16,int8,fp8] [--pieces 4]
+    python benchmarks/cache_quality.py FILE.gguf --text-file LICENSE [--dtypes bfloat16,int8,int4] [--pieces 4]
                                        [--piece-tokens 512] [--json]
 
 The text is cut into pieces of ``--piece-tokens`` tokens, each with its start token, and every piece goes through the
 model once with a float32 cache and once with each codec; weights and products are float32. ``kl`` is the mean over all
 positions of KL(float32 || codec) in nats; ``agreement`` the share of positions with the same most likely token;
-``bytes`` is what a token takes in the cache, scales counted, and ``ratio`` that over bfloat16's.
+``bytes`` is what a token takes in the cache, scales counted, and ``ratio`` that over bfloat16's. Codecs by groups have
+their latest tokens beside that, however long the text is: ``exact`` is how many slots those take, in the dtype of the
+products, and so many of a piece's tokens are not quantised yet when they are seen.
 """
 
 import argparse
@@ -23,8 +25,10 @@ import jdecode
 from jdecode import language_model
 
 
-def log_probabilities(lm: language_model.LanguageModel, pieces_BT: np.ndarray, dtype: str) -> tuple[np.ndarray, int]:
-    """Returns float32 (B, T, V), and the bytes of keys and values that one token takes."""
+def log_probabilities(
+    lm: language_model.LanguageModel, pieces_BT: np.ndarray, dtype: str
+) -> tuple[np.ndarray, int, int]:
+    """Returns float32 (B, T, V), the bytes of keys and values that one token takes, and the slots of exact ones."""
     num_tokens = pieces_BT.shape[1]
 
     @jax.jit
@@ -34,8 +38,10 @@ def log_probabilities(lm: language_model.LanguageModel, pieces_BT: np.ndarray, d
 
     rows = [np.asarray(apply(lm.params, jnp.asarray(piece[None]))[0]) for piece in pieces_BT]
     cache = lm.init_cache(batch_size=1, capacity=num_tokens, cache=jdecode.CacheConfig(layout="full", dtype=dtype))
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.stores))
-    return np.stack(rows), num_bytes // num_tokens
+    num_bytes = sum(leaf.nbytes for store in cache.stores for leaf in jax.tree.leaves((store.keys, store.values)))
+    recent = cache.stores[0].recent
+    num_slots = cache.layouts[cache.layout_idx[0]].capacity
+    return np.stack(rows), num_bytes // num_slots, 0 if recent is None else recent.keys.num_slots
 
 
 def main() -> None:
@@ -57,22 +63,23 @@ def main() -> None:
     if len(pieces[-1]) < arguments.piece_tokens:
         parser.error(f"--text-file: expected {arguments.pieces * each} tokens, got {len(ids)}; ask for fewer --pieces")
     pieces_BT = np.asarray(pieces, np.int32)
-    exact, _ = log_probabilities(lm, pieces_BT, "float32")
-    _, wide_bytes = log_probabilities(lm, pieces_BT[:1], "bfloat16")
+    exact, exact_bytes, _ = log_probabilities(lm, pieces_BT, "float32")
+    wide_bytes = exact_bytes // 2
     for dtype in arguments.dtypes.split(","):
-        got, num_bytes = log_probabilities(lm, pieces_BT, dtype)
+        got, num_bytes, num_exact = log_probabilities(lm, pieces_BT, dtype)
         line = {
             "dtype": dtype,
             "kl": float(np.mean(np.sum(np.exp(exact) * (exact - got), axis=-1, dtype=np.float64))),
             "agreement": float(np.mean(exact.argmax(-1) == got.argmax(-1))),
             "bytes": num_bytes,
             "ratio": round(num_bytes / wide_bytes, 4),
+            "exact": num_exact,
         }
         print(
             json.dumps(line)
             if arguments.json
-            else "{dtype:10} KL {kl:.2e}  agreement {agreement:.3f}  "
-            "{bytes} bytes a token, {ratio:.3f} of bfloat16".format(**line),
+            else "{dtype:12} KL {kl:.2e}  agreement {agreement:.3f}  "
+            "{bytes} bytes a token, {ratio:.3f} of bfloat16; {exact} slots of exact tokens".format(**line),
             flush=True,
         )
 

@@ -88,10 +88,11 @@ def shardings(model, mesh: jax.sharding.Mesh, arguments):
 
     def of_state(path, leaf):
         name = jax.tree_util.keystr(path)
-        if "data_BSX" in name:
+        if re.search("_B[SU]X$", name):
             return rules.sharding(mesh, ("batch", None, "kv_heads"), (*leaf.shape[:2], model.config.num_kv_heads))
-        if "scale_BKS" in name:
-            return rules.sharding(mesh, ("batch", "kv_heads", None), leaf.shape)
+        if re.search("_B[KX]S$", name):
+            sizes = (leaf.shape[0], model.config.num_kv_heads, leaf.shape[2])
+            return rules.sharding(mesh, ("batch", "kv_heads", None), sizes)
         names = ("batch", *[None] * leaf.ndim)[: leaf.ndim] if leaf.shape[:1] == (batch,) else (None,) * leaf.ndim
         return rules.sharding(mesh, names, leaf.shape)
 

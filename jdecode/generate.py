@@ -177,7 +177,7 @@ def _json_text(
     return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=not is_unicode, allow_nan=False)
 
 
-def _print_texts(echo: str, texts: Sequence[str]) -> None:
+def _print_texts(echo: str | None, texts: Sequence[str]) -> None:
     for row, text in enumerate(texts):
         if len(texts) > 1:
             print(f"--- sample {row + 1} of {len(texts)} ---")
@@ -189,7 +189,7 @@ def _print_end(text: str) -> None:
 
 
 def _stream(
-    lm: "language_model.LanguageModel", echo: str, prompt_ids: list[int], request: dict[str, Any]
+    lm: "language_model.LanguageModel", echo: str | None, prompt_ids: list[int], request: dict[str, Any]
 ) -> "generation.GenerateResult":
     """Prints the text as it comes, and returns the result."""
     stream = lm.stream(prompt_ids, **request)

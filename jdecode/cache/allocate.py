@@ -69,8 +69,9 @@ def make_codec(
 
 
 def _grouping(cache_config: config_lib.CacheConfig, exact: codec_lib.RowCodec) -> codec_lib.Grouping:
-    # The latest quarter of a group stays exact: those tokens weigh most.
-    lag = cache_config.slack + cache_config.group_len // 4
+    # The latest quarter of a group stays exact: those tokens weigh most. So does what can be taken back. Not the sum of
+    # the two: a text with a draft, which needs slack, would not be that without.
+    lag = max(cache_config.group_len // 4, cache_config.slack + 1)
     settling = visibility.Settling(group_len=cache_config.group_len, lag=lag)
     return codec_lib.Grouping(
         settling=settling,

@@ -368,14 +368,14 @@ def _line(plan: Plan, cache: kv_cache.KVCache, members: list[tuple[_Place, Any]]
 
 
 def _is_numbers(cache: kv_cache.KVCache, place: _Place, leaf: Any) -> bool:
-    """Says whether a leaf holds the keys or values themselves: it is the largest array of its rows."""
+    """Says whether a leaf holds the keys or values themselves: it is the array of its rows with most entries."""
     *parents, side = place.side.split()
     if side not in ("keys", "values"):
         return False
     rows: Any = cache.stores[cast(int, place.layer_idx)]
     for attribute in (*parents, side):
         rows = getattr(rows, attribute)
-    return leaf_bytes(leaf) == max(map(leaf_bytes, jax.tree.leaves(rows)))
+    return math.prod(leaf.shape) == max(math.prod(own.shape) for own in jax.tree.leaves(rows))
 
 
 def _formula(factors: tuple[int, ...], bits: int) -> str:

@@ -1,6 +1,7 @@
 """Attention's work by formula, beside counting every pair and every slot."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_a_prefill_reads_once_a_chunk():
 
 def test_groups_and_latest_tokens():
     full = MIXED.layers[2:]
-    groups = {"dtype": "int8_channel", "group_len": 4, "layers": full}
+    groups: dict[str, Any] = {"dtype": "int8_channel", "group_len": 4, "layers": full}
     # 19 tokens: 16 are settled, a token after the fourth group; the ring of 4 + 1 slots is full. A slot has a byte a
     # number, a scale of 4 bytes for a value, and a quarter of one for a key's channel; the ring has two bytes a number.
     slot, exact = 2 * 2 * 6 + 2 * 4 + 2 * 6, 2 * 2 * 6 * 2

@@ -174,7 +174,7 @@ def test_attention_over_what_is_stored_is_attention_over_what_it_stands_for(pair
     clean = segment.whole_segment(stored_k.block(0, S), stored_v.block(0, S), jnp.asarray(position_BS))
     exact = segment.whole_segment(k, v, jnp.asarray(position_BS))
     stored = dataclasses.replace(clean, keys=poisoned(stored_k), values=poisoned(stored_v))
-    options = {"block_size": 2 * Z} if backend is blockwise else {}  # the last block is moved back
+    options: dict[str, Any] = {"block_size": 2 * Z} if backend is blockwise else {}  # the last block is moved back
     got = backend.attend(q, query_BT, [stored], **arguments, **options)
     np.testing.assert_allclose(got, reference.attend(q, query_BT, [clean], **arguments), atol=3e-6)
     off = np.abs(np.asarray(got - reference.attend(q, query_BT, [exact], **arguments))).max()

@@ -91,8 +91,8 @@ class Session:
                 continue
             first = position // Z * Z
             k, v = self.rows[row][position]
-            # Settled: the group, and at least `slack` and a quarter of a group of tokens after it, are there.
-            is_settled = first + Z + self.slack + Z // 4 <= query + 1
+            # Settled: the group is there, and more tokens after it than can be taken back (a quarter of it is one).
+            is_settled = first + Z + self.slack + 1 <= query + 1
             if is_settled:
                 group = self.rows[row][first : first + Z]
                 k = _keys(np.stack([pair[0] for pair in group]), self.dtype)[position - first]

@@ -76,6 +76,10 @@ def test_mesh_equals_one_device(layout, data, model, num_kv_heads, dtype):
         np.testing.assert_array_equal(row_got.argmax(axis=-1), row_expected.argmax(axis=-1))
     # The cache's last slot is written as on one device, where a partitioned update was dropped (openxla/xla#49118).
     for one, other in zip(jax.tree.leaves(single), jax.tree.leaves(after), strict=True):
+        if one.dtype == jnp.int16:  # the bits of a float16, which may be rounded otherwise
+            one, other = (np.asarray(leaf).view(np.float16).astype(np.float32) for leaf in (one, other))
+            np.testing.assert_allclose(other, one, rtol=2**-10)
+            continue
         np.testing.assert_allclose(other, one, rtol=0, atol=tiny_models.LOGITS_ATOL)
     _check_places(cache, after, placed, data=data, model=model, num_kv_heads=num_kv_heads)
 
