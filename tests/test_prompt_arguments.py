@@ -19,11 +19,12 @@ PROMPT = "the cat sat on the mat and the dog did not like it. why?"
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     assert generate.main(["--weights", WEIGHTS, "--max-new-tokens", "2", "--temperature", "0", *arguments]) == 0
-    return tuple(capsys.readouterr())
+    out, err = capsys.readouterr()
+    return out, err
 
 
 def small_model(seed: int, *, vocab_size: int, tokenizer: Any) -> jdecode.LanguageModel:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
     lm = tiny_model.make(seed, vocab_size=vocab_size, layers=(jdecode.LayerConfig(),), norm_eps=1e-5, **sizes)
     return dataclasses.replace(lm, tokenizer=tokenizer)
 
