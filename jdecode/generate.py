@@ -177,7 +177,7 @@ def _json_text(
     return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=not is_unicode, allow_nan=False)
 
 
-def _print_texts(echo: str | None, texts: Sequence[str]) -> None:
+def _print_texts(echo: str, texts: Sequence[str]) -> None:
     for row, text in enumerate(texts):
         if len(texts) > 1:
             print(f"--- sample {row + 1} of {len(texts)} ---")
@@ -189,7 +189,7 @@ def _print_end(text: str) -> None:
 
 
 def _stream(
-    lm: "language_model.LanguageModel", echo: str | None, prompt_ids: list[int], request: dict[str, Any]
+    lm: "language_model.LanguageModel", echo: str, prompt_ids: list[int], request: dict[str, Any]
 ) -> "generation.GenerateResult":
     """Prints the text as it comes, and returns the result."""
     stream = lm.stream(prompt_ids, **request)
@@ -220,7 +220,7 @@ class _Asked:
     """What the model reads: ids, the text that is shown for them, and what was left out of the prompt if anything."""
 
     prompt_ids: list[int]
-    echo: str | None
+    echo: str
     compression: dict[str, Any] | None = None
 
 
@@ -237,7 +237,7 @@ def _main(argv: Sequence[str] | None) -> None:
     if shortening is not None:
         draft = drafting.get("draft")
         short = prompt_arguments.shorten(lm, asked.prompt_ids, shortening, message=prompt.chat, draft=draft)
-        echo = asked.echo if prompt.chat is not None else short.text
+        echo = asked.echo if prompt.chat is not None or short.text is None else short.text
         asked = _Asked(prompt_ids=list(short.ids), echo=echo, compression=short.stats)
     request = {
         "max_new_tokens": chosen.run.max_new_tokens,

@@ -32,10 +32,16 @@ class Rows(Protocol):
         """K."""
         ...
 
+    @property
+    def unit(self) -> int:
+        """Slots that are stored together, so that only runs of whole units can be read; 1 where each stands alone."""
+        ...
+
     def block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Returns what slots ``start .. start + size - 1`` stand for, as (B, size, K, H) in a float dtype.
 
-        ``start`` is a multiple of ``size``, or ``num_slots - size``. ``size`` is static.
+        ``start`` is a multiple of ``size``, or ``num_slots - size``. ``size`` is static,
+        and a multiple of ``unit``.
         """
         ...
 
@@ -64,6 +70,11 @@ class ArrayRows:
     def num_heads(self) -> int:
         """K."""
         return self.data_BSKH.shape[2]
+
+    @property
+    def unit(self) -> int:
+        """1."""
+        return 1
 
     def block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Returns ``size`` slots from ``start``."""

@@ -50,13 +50,13 @@ class ChannelRows:
         return self.data_BSX.shape[1]
 
     @property
-    def group_len(self) -> int:
-        """Z."""
+    def unit(self) -> int:
+        """Z, tokens a group."""
         return self.num_slots // self.scale_BUX.shape[1]
 
     def stored(self, start: jax.Array | int, size: int) -> kv_block_grouped.ChannelScaledBlock:
-        """Returns ``size`` slots from ``start``, both multiples of ``group_len``."""
-        Z, K = self.group_len, self.num_heads
+        """Returns ``size`` slots from ``start``, both multiples of ``unit``."""
+        Z, K = self.unit, self.num_heads
         if size % Z or (isinstance(start, int) and start % Z):
             raise ValueError(f"block of slots: expected whole groups of {Z}, got {size} from {start}; align them")
 

@@ -52,6 +52,11 @@ class Int4Rows:
         """S."""
         return self.data_BSX.shape[1]
 
+    @property
+    def unit(self) -> int:
+        """1."""
+        return 1
+
     def stored(self, start: jax.Array | int, size: int) -> kv_block_grouped.RunScaledBlock:
         """Returns ``size`` slots from ``start``, as numbers from -8 to 7."""
         block_BCX = jax.lax.dynamic_slice_in_dim(self.data_BSX, start, size, axis=1)

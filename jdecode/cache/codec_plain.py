@@ -37,6 +37,11 @@ class PlainRows:
         return self.data_BSX.shape[1]
 
     @property
+    def unit(self) -> int:
+        """1."""
+        return 1
+
+    @property
     def slot_axes(self) -> tuple[int, ...]:
         """Of the one array."""
         return (1,)

@@ -50,6 +50,11 @@ class TokenRows:
         return self.data_BSX.shape[1]
 
     @property
+    def unit(self) -> int:
+        """1."""
+        return 1
+
+    @property
     def slot_axes(self) -> tuple[int, ...]:
         """Of numbers and scales."""
         return (1, 2)

@@ -40,6 +40,11 @@ class PagedRows:
         return self.page_BC.shape[1] * self.pool.num_slots
 
     @property
+    def unit(self) -> int:
+        """1."""
+        return 1
+
+    @property
     def num_heads(self) -> int:
         """K."""
         return self.pool.num_heads

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
+from jdecode import shapes
 from jdecode.attention import kv_block, visibility
 from jdecode.attention import segment as segment_lib
 from jdecode.models import rotary
@@ -35,6 +36,11 @@ class FirstRows:
 
     rows: segment_lib.Rows
     num_slots: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def unit(self) -> int:
+        """That of the rows beneath."""
+        return self.rows.unit
 
     @property
     def num_heads(self) -> int:
@@ -73,6 +79,11 @@ class TurnedRows:
     def num_slots(self) -> int:
         """S."""
         return self.rows.num_slots
+
+    @property
+    def unit(self) -> int:
+        """That of the rows beneath."""
+        return self.rows.unit
 
     @property
     def num_heads(self) -> int:
@@ -116,15 +127,17 @@ def inside_cache(
 
 def _split(segment: segment_lib.Segment, num_sinks: int) -> tuple[segment_lib.Segment, segment_lib.Segment]:
     """Returns the sinks of a segment, and the segment without them: their slots are as if they were empty."""
-    num_slots = min(num_sinks, segment.keys.num_slots)
+    num_slots = min(shapes.round_up(num_sinks, segment.keys.unit), segment.keys.num_slots)
     is_sink_BS = segment.position_BS < num_sinks
     first_BS = jnp.where(is_sink_BS, segment.position_BS, visibility.EMPTY)[:, :num_slots]
-    first = segment_lib.Segment(
+    first = dataclasses.replace(
+        segment,
         keys=FirstRows(rows=segment.keys, num_slots=num_slots),
         values=FirstRows(rows=segment.values, num_slots=num_slots),
         position_BS=first_BS,
         first_slot=jnp.int32(0),
         end_slot=jnp.minimum(segment.end_slot, num_slots),
+        is_block=False,
     )
     others_BS = jnp.where(is_sink_BS, visibility.EMPTY, segment.position_BS)
     return first, dataclasses.replace(segment, position_BS=others_BS, is_block=False)
