@@ -15,7 +15,7 @@ import numpy as np
 
 from jdecode import compile_clock, sampling, shapes
 from jdecode import request as request_lib
-from jdecode.cache import compress, kv_cache
+from jdecode.cache import cache_rows, compress, kv_cache
 from jdecode.decode import loop, prefill, prompt_reader, state, stopping
 from jdecode.decode import step as step_lib
 from jdecode.models import transformer
@@ -243,7 +243,7 @@ class TextStream:
         reading = self._prompt_reader.read(self._model, self._params, request.prompts, cache)
         cache, logits_BV, self._reading_stats = reading.cache, reading.logits_BV, reading.stats
         if request.num_samples > 1:
-            cache = kv_cache.repeat_rows(cache, request.num_samples)
+            cache = cache_rows.repeat_rows(cache, request.num_samples)
             logits_BV = jnp.repeat(logits_BV, request.num_samples, axis=0)
         first = loop.begin(
             self._chain,

@@ -100,7 +100,7 @@ def init_cache(
       compute_dtype: stored dtype where ``cache_config.dtype`` is ``"auto"``.
       mesh: devices to spread it over, rows along ``data`` and heads along ``model``; ``None`` for the default one.
       platform: on which programs with the cache will run; ``None`` for the default one.
-      num_pages: P, of the pools of layers with pages. Their columns have no page then: ``kv_cache.with_pages`` gives
+      num_pages: P, of the pools of layers with pages. Their columns have no page then: ``cache_rows.with_pages`` gives
         them one before it is written. ``None`` gives every column its own.
       prompt_capacity: slots of the layers without a window, where the cache is compressed after a prompt of so many
         tokens; ``None`` for ``capacity``.

@@ -35,7 +35,7 @@ class PagedLayout:
 
     @property
     def max_rollback(self) -> int:
-        """Everything, but for what a row shares with others (``kv_cache.take_rows``)."""
+        """Everything, but for what a row shares with others (``cache_rows.take_rows``)."""
         return self.capacity
 
     def slot(self, position: jax.Array) -> jax.Array:

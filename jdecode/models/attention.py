@@ -7,10 +7,10 @@ from flax import linen as nn
 
 from jdecode import config as config_lib
 from jdecode.attention import select
-from jdecode.cache import kv_cache
+from jdecode.cache import layer_view
 from jdecode.models import linear, norms, rotary, sinks
 
-LayerView = kv_cache.CachedLayer | kv_cache.UncachedLayer
+LayerView = layer_view.CachedLayer | layer_view.UncachedLayer
 
 
 class Attention(nn.Module):

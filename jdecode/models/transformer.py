@@ -21,7 +21,8 @@ from flax import linen as nn
 
 from jdecode import config as config_lib
 from jdecode.attention import visibility
-from jdecode.cache import kv_cache
+from jdecode.cache import block as block_lib
+from jdecode.cache import kv_cache, layer_view
 from jdecode.models import attention, feed_forward, linear, norms, panels
 
 
@@ -139,9 +140,9 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens_BT: expected {cache.batch_size} rows, as the cache has, got {B}")
         embedding = Embedding(config, self.dtype, name="embedding")
         if cache is None:
-            block = kv_cache.open_block_without_cache(B, T, num_tokens_B)
+            block = block_lib.open_block_without_cache(B, T, num_tokens_B)
         else:
-            block = kv_cache.open_block(cache, T, num_tokens_B)
+            block = block_lib.open_block(cache, T, num_tokens_B)
         x_BTD = embedding.embed(tokens_BT)
         stores = []
         for idx, layer in enumerate(config.layers):
@@ -155,12 +156,14 @@ class Transformer(nn.Module):
         x_BTD = norms.RMSNorm(config.norm_eps, config.norm_offset, name="final_norm")(x_BTD)
         logits_BTV = embedding.attend(x_BTD) if config.tie_embeddings else Head(config, self.dtype, name="head")(x_BTD)
         logits_BTV = visibility.soft_capped(logits_BTV, config.final_soft_cap)
-        return logits_BTV, None if cache is None else kv_cache.close_block(cache, block, stores)
+        return logits_BTV, None if cache is None else block_lib.close_block(cache, block, stores)
 
 
 def _layer_view(
-    cache: kv_cache.KVCache | None, block: kv_cache.Block, idx: int, layer: config_lib.LayerConfig
+    cache: kv_cache.KVCache | None, block: block_lib.Block, idx: int, layer: config_lib.LayerConfig
 ) -> attention.LayerView:
     if cache is None:
-        return kv_cache.UncachedLayer(block=block)
-    return kv_cache.CachedLayer(cache=cache, block=block, layer_idx=idx, window=layer.window, num_sinks=layer.num_sinks)
+        return layer_view.UncachedLayer(block=block)
+    return layer_view.CachedLayer(
+        cache=cache, block=block, layer_idx=idx, window=layer.window, num_sinks=layer.num_sinks
+    )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
+from jdecode.cache import block as block_lib
 from jdecode.cache import codec as codec_lib
 from jdecode.cache import kv_cache, page_pool
 from jdecode.cache import layout as layout_lib
@@ -58,14 +59,14 @@ def restore(cache: kv_cache.KVCache, pages: Pages, page_BC: jax.Array, length_B:
       length_B: int32, tokens that each row gets, 0 for none.
     """
     page_len = pages[0].keys.num_slots
-    block = kv_cache.open_block(cache, page_BC.shape[1] * page_len, length_B)
+    block = block_lib.open_block(cache, page_BC.shape[1] * page_len, length_B)
     stores = []
     for old, held, layout_idx in zip(cache.stores, pages, cache.layout_idx, strict=True):
         slot_BT = block.slots[layout_idx]
         keys = cache.codec.keys.write(old.keys, slot_BT, page_pool.gather(held.keys, page_BC))
         values = cache.codec.values.write(old.values, slot_BT, page_pool.gather(held.values, page_BC))
         stores.append(kv_cache.LayerStore(keys=keys, values=values))
-    return kv_cache.close_block(cache, block, stores)
+    return block_lib.close_block(cache, block, stores)
 
 
 @functools.partial(jax.jit, donate_argnames="pages")

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdecode.cache import kv_cache, layout_ring
+from jdecode.cache import cache_rows, kv_cache, layout_ring
 from jdecode.decode import prefill, prompt_reader
 from jdecode.models import transformer
 from jdecode.serving import device_pages, page_table, pages, prefix_nodes, prefix_store, prefix_tree
@@ -201,7 +201,7 @@ class PrefixReader:
 
 @jax.jit
 def _first_row(cache: kv_cache.KVCache) -> kv_cache.KVCache:
-    return kv_cache.take_rows(cache, jnp.zeros(1, jnp.int32))
+    return cache_rows.take_rows(cache, jnp.zeros(1, jnp.int32))
 
 
 def _ring_lens(cache: kv_cache.KVCache) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
-from jdecode.cache import allocate, kv_cache
+from jdecode.cache import allocate, cache_rows, kv_cache
 from jdecode.decode import prefill
 from jdecode.decode import state as state_lib
 from jdecode.models import transformer
@@ -55,7 +55,7 @@ class ModelDraft:
         cache = self.init_cache(len(prompts), max_len)
         cache, _ = prefill.prefill(self.model, params.draft, self._readable(prompts), cache)
         if num_samples > 1:
-            cache = kv_cache.repeat_rows(cache, num_samples)
+            cache = cache_rows.repeat_rows(cache, num_samples)
         return cache
 
     def _readable(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -10,7 +10,7 @@ import pytest
 
 from jdecode import config as config_lib
 from jdecode.attention import visibility
-from jdecode.cache import allocate, kv_cache, layout_full, layout_ring
+from jdecode.cache import allocate, cache_rows, kv_cache, layout_full, layout_ring
 from tests import tiny_models
 
 MIXED = tiny_models.MIXED
@@ -123,4 +123,4 @@ def test_pages_that_are_refused(layout, num_pages, message):
         allocate.init_cache(tiny_models.MIXED, config_lib.CacheConfig(layout=layout), **sizes)
     plain = tiny_models.empty_cache(tiny_models.MIXED, 1)
     with pytest.raises(ValueError, match="with_pages: expected a cache with pages, got none"):
-        kv_cache.with_pages(plain, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+        cache_rows.with_pages(plain, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))

@@ -9,7 +9,8 @@ import pytest
 
 from jdecode import config as config_lib
 from jdecode.attention import reference, segment, visibility
-from jdecode.cache import allocate, compress, kv_cache
+from jdecode.cache import allocate, compress, kv_cache, layer_view
+from jdecode.cache import block as block_lib
 from tests import tiny_models
 
 EMPTY = int(visibility.EMPTY)
@@ -69,13 +70,13 @@ def filled(dtype: str, lengths: list[int], *, layers: int = 1, capacity: int = 1
     model = dataclasses.replace(MODEL, layers=MODEL.layers * layers)
     cache = tiny_models.empty_cache(model, len(lengths), capacity=capacity, dtype=dtype)
     T = max(lengths)
-    block = kv_cache.open_block(cache, T, jnp.asarray(lengths, jnp.int32))
+    block = block_lib.open_block(cache, T, jnp.asarray(lengths, jnp.int32))
     stores = []
     for idx in range(layers):
         k, v = jax.random.normal(jax.random.key(idx), (2, len(lengths), T, K, H))
-        view = kv_cache.CachedLayer(cache=cache, block=block, layer_idx=idx, window=None, num_sinks=0)
+        view = layer_view.CachedLayer(cache=cache, block=block, layer_idx=idx, window=None, num_sinks=0)
         stores.append(view.append(k, v)[0])
-    cache = kv_cache.close_block(cache, block, stores)
+    cache = block_lib.close_block(cache, block, stores)
     return tiny_models.fill_unused(cache, np.nan, is_unused=lambda position, length: position >= length)
 
 
@@ -144,11 +145,11 @@ def counted(cache: kv_cache.KVCache) -> np.ndarray:
 
 def step(cache, q_BTNH, k_BTKH, v_BTKH, num_tokens_B=None):
     """Passes a block through the first layer; returns the cache, and what attention gives."""
-    block = kv_cache.open_block(cache, k_BTKH.shape[1], num_tokens_B)
-    view = kv_cache.CachedLayer(cache=cache, block=block, layer_idx=0, window=None, num_sinks=0)
+    block = block_lib.open_block(cache, k_BTKH.shape[1], num_tokens_B)
+    view = layer_view.CachedLayer(cache=cache, block=block, layer_idx=0, window=None, num_sinks=0)
     store, segments = view.append(k_BTKH, v_BTKH)
     out = reference.attend(q_BTNH, block.position_BT, segments, scale=0.5)
-    return kv_cache.close_block(cache, block, [view.observe(store, q_BTNH, segments, scale=0.5)]), out
+    return block_lib.close_block(cache, block, [view.observe(store, q_BTNH, segments, scale=0.5)]), out
 
 
 jitted_step = jax.jit(step)
@@ -211,7 +212,7 @@ def test_a_block_longer_than_the_budget_is_refused():
     config = config_lib.CacheConfig(budget=4, eviction="h2o")
     cache = allocate.init_compressed(MODEL, config, batch_size=1, capacity=9, num_new=0, compute_dtype="float32")
     with pytest.raises(ValueError, match="block: expected at most the 4 tokens of the budget, got 5"):
-        kv_cache.open_block(cache, 5, None)
+        block_lib.open_block(cache, 5, None)
 
 
 def test_new_tokens_follow_the_kept_ones_and_end_at_the_last_slot():

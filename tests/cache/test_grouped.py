@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jdecode import config as config_lib
 from jdecode.attention import visibility
-from jdecode.cache import allocate, kv_cache
+from jdecode.cache import allocate, kv_cache, layer_view
+from jdecode.cache import block as block_lib
 
 EMPTY = int(visibility.EMPTY)
 B, K, H, Z = 2, 3, 4, 4
@@ -31,15 +32,15 @@ def _model(window: int | None, num_sinks: int) -> config_lib.ModelConfig:
 
 def _append(cache, k_BTKH, v_BTKH, num_tokens_B, window, num_sinks):
     """Passes one block through a cache of one layer; returns the cache after it, and all that could be read."""
-    block = kv_cache.open_block(cache, k_BTKH.shape[1], num_tokens_B)
-    view = kv_cache.CachedLayer(cache=cache, block=block, layer_idx=0, window=window, num_sinks=num_sinks)
+    block = block_lib.open_block(cache, k_BTKH.shape[1], num_tokens_B)
+    view = layer_view.CachedLayer(cache=cache, block=block, layer_idx=0, window=window, num_sinks=num_sinks)
     store, segments = view.append(k_BTKH, v_BTKH)
     seen = []
     for part in segments:
         k_BSKH, v_BSKH = part.keys.block(0, part.keys.num_slots), part.values.block(0, part.values.num_slots)
         mask_BTS = part.mask(block.position_BT, part.position_BS, window=window, num_sinks=num_sinks)
         seen.append((part.position_BS, mask_BTS, k_BSKH, v_BSKH, part.first_slot, part.end_slot))
-    return kv_cache.close_block(cache, block, [store]), seen
+    return block_lib.close_block(cache, block, [store]), seen
 
 
 append = jax.jit(_append, static_argnums=(4, 5))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jdecode import config as config_lib
 from jdecode.attention import segment, visibility
-from jdecode.cache import allocate, kv_cache, page_pool
+from jdecode.cache import allocate, cache_rows, kv_cache, layer_view, page_pool
+from jdecode.cache import block as block_lib
 
 EMPTY = int(visibility.EMPTY)
 B, K, H = 2, 3, 4
@@ -33,14 +34,14 @@ def _model(window: int | None, num_sinks: int) -> config_lib.ModelConfig:
 
 def _append(cache, k_BTKH, v_BTKH, num_tokens_B, *, window, num_sinks):
     """Passes one block through a cache of one layer; returns the cache after it, and all that could be read."""
-    block = kv_cache.open_block(cache, k_BTKH.shape[1], num_tokens_B)
-    view = kv_cache.CachedLayer(cache=cache, block=block, layer_idx=0, window=window, num_sinks=num_sinks)
+    block = block_lib.open_block(cache, k_BTKH.shape[1], num_tokens_B)
+    view = layer_view.CachedLayer(cache=cache, block=block, layer_idx=0, window=window, num_sinks=num_sinks)
     store, segments = view.append(k_BTKH, v_BTKH)
     seen = [
         (part.position_BS, _every_row(part.keys), _every_row(part.values), part.first_slot, part.end_slot)
         for part in segments
     ]
-    return kv_cache.close_block(cache, block, [store]), seen, block.slots[0]
+    return block_lib.close_block(cache, block, [store]), seen, block.slots[0]
 
 
 def _every_row(rows: segment.Rows) -> jax.Array:
@@ -303,7 +304,7 @@ def test_donated_step_writes_in_place_and_compiles_once(layout, dtype):
 def test_take_rows_keeps_rows_whole(layout, dtype):
     session = _session(4, 2, 1, layout, dtype, capacity=16)
     session.append([9, 3], 10)
-    taken = kv_cache.take_rows(session.cache, jnp.asarray([1, 0, 1], jnp.int32))
+    taken = cache_rows.take_rows(session.cache, jnp.asarray([1, 0, 1], jnp.int32))
     assert taken.batch_size == 3
     np.testing.assert_array_equal(taken.length_B, [3, 9, 3])
     for old, new in zip(_contents(session.cache), _contents(taken), strict=True):

@@ -11,7 +11,7 @@ import pytest
 
 from jdecode import config
 from jdecode.attention import blockwise, select
-from jdecode.cache import allocate, kv_cache
+from jdecode.cache import allocate, cache_rows, kv_cache
 from jdecode.models import transformer
 from jdecode.serving import page_table, pages
 from tests import tiny_model, tiny_models
@@ -44,7 +44,7 @@ def prepare(cache: kv_cache.KVCache, is_poisoned_P: jax.Array, value: jax.Array,
 
     stores = [jax.tree.map(fill, own) if cache.has_pages(idx) else own for idx, own in enumerate(cache.stores)]
     cache = dataclasses.replace(cache, stores=tuple(stores))
-    return kv_cache.with_pages(cache, table_BC, jnp.zeros_like(cache.length_B), cache.length_B)
+    return cache_rows.with_pages(cache, table_BC, jnp.zeros_like(cache.length_B), cache.length_B)
 
 
 @dataclasses.dataclass
@@ -165,7 +165,7 @@ def test_slots_of_no_page_and_shared_slots_are_never_written():
     cache = make_cache(FULL, 2, num_pages=4)
     table_BC = np.full((2, CAPACITY // Z), 4, np.int32)
     table_BC[0, :2], table_BC[1, :1] = (2, 0), 1
-    cache = kv_cache.with_pages(cache, jnp.asarray(table_BC), jnp.asarray([0, Z]), jnp.asarray([0, 0]))
+    cache = cache_rows.with_pages(cache, jnp.asarray(table_BC), jnp.asarray([0, Z]), jnp.asarray([0, 0]))
     before = jax.tree.leaves(cache.stores)
     tokens_BT = jnp.asarray([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
     _, after = tiny_models.apply(model, params, tokens_BT, cache)
@@ -221,9 +221,9 @@ def test_text_is_taken_back_but_not_what_is_shared():
     cut = kv_cache.truncate(cache, jnp.asarray([5, 1]))
     again, _ = tiny_models.feed(model, params, [rows[0][5:], rows[0][1:4]], cut, 7)
     tiny_models.assert_rows_close(again, [expected[0][5:], expected[0][1:4]])
-    forked = kv_cache.take_rows(cache, jnp.asarray([1, 1, 0]))
+    forked = cache_rows.take_rows(cache, jnp.asarray([1, 1, 0]))
     np.testing.assert_array_equal(forked.shared_B, [6, 6, 0])  # three pages of two tokens; row 2 is alone
     with pytest.raises(ValueError, match=r"row 1: expected a length of at least the 6 tokens .* got 5; take the row"):
         kv_cache.truncate(forked, jnp.asarray([6, 5, 0]))
     kv_cache.truncate(forked, jnp.asarray([6, 9, 0]))
-    kv_cache.truncate(kv_cache.take_rows(forked, jnp.asarray([1])), jnp.asarray([0]))
+    kv_cache.truncate(cache_rows.take_rows(forked, jnp.asarray([1])), jnp.asarray([0]))

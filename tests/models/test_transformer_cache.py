@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdecode.attention import blockwise, select
-from jdecode.cache import kv_cache
+from jdecode.cache import cache_rows, kv_cache
 from jdecode.models import transformer
 from tests import tiny_models
 
@@ -217,13 +217,13 @@ def test_rollback_takes_each_row_back_by_its_own(expected):
 def test_take_rows(layout, expected):
     cut = [11, 5, 2]
     _, cache = tiny_models.feed(MODEL, PARAMS, [row[:n] for row, n in zip(ROWS, cut, strict=True)], empty(layout), 3)
-    taken = kv_cache.take_rows(cache, jnp.asarray([1, 0, 1], jnp.int32))
+    taken = cache_rows.take_rows(cache, jnp.asarray([1, 0, 1], jnp.int32))
     np.testing.assert_array_equal(taken.length_B, [5, 11, 5])
     tails = [ROWS[1][5:], ROWS[0][11:], ROWS[1][5:8]]
     got, _ = tiny_models.feed(MODEL, PARAMS, tails, taken, 3)
     tiny_models.assert_rows_close(got, [expected[1][5:], expected[0][11:], expected[1][5:8]])
     # One prompt, many samples.
-    many = kv_cache.take_rows(kv_cache.take_rows(cache, jnp.asarray([0])), jnp.zeros(3, jnp.int32))
+    many = cache_rows.take_rows(cache_rows.take_rows(cache, jnp.asarray([0])), jnp.zeros(3, jnp.int32))
     got, _ = tiny_models.feed(MODEL, PARAMS, [ROWS[0][11:]] * 3, many, 3)
     tiny_models.assert_rows_close(got, [expected[0][11:]] * 3)
 

@@ -12,7 +12,8 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from jdecode import config
-from jdecode.cache import allocate, kv_cache, paged_rows
+from jdecode.cache import allocate, cache_rows, layer_view, paged_rows
+from jdecode.cache import block as block_lib
 from jdecode.serving import page_table, pages, prefix_tree
 from jdecode.serving.prefix_namespace import Namespace
 
@@ -43,12 +44,12 @@ def step(cache, is_poisoned_P, copies_N2, table_BC, length_B, k_BTKH, num_tokens
         return jnp.where(is_poisoned_P[:, None, None], jnp.asarray(filler, leaf.dtype), leaf)
 
     cache = dataclasses.replace(cache, stores=jax.tree.map(fill, cache.stores))
-    cache = kv_cache.copy_pages(cache, copies_N2[:, 0], copies_N2[:, 1])
-    cache = kv_cache.with_pages(cache, table_BC, jnp.zeros(B, jnp.int32), length_B)
-    block = kv_cache.open_block(cache, T, num_tokens_B)
-    view = kv_cache.CachedLayer(cache=cache, block=block, layer_idx=0, window=None, num_sinks=0)
+    cache = cache_rows.copy_pages(cache, copies_N2[:, 0], copies_N2[:, 1])
+    cache = cache_rows.with_pages(cache, table_BC, jnp.zeros(B, jnp.int32), length_B)
+    block = block_lib.open_block(cache, T, num_tokens_B)
+    view = layer_view.CachedLayer(cache=cache, block=block, layer_idx=0, window=None, num_sinks=0)
     store, _ = view.append(k_BTKH, -k_BTKH)
-    return kv_cache.close_block(cache, block, [store])
+    return block_lib.close_block(cache, block, [store])
 
 
 @jax.jit

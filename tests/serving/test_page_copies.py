@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdecode.cache import allocate, kv_cache
+from jdecode.cache import block as block_lib
 from jdecode.config import CacheConfig
 from jdecode.serving import device_pages, page_copies
 from tests import tiny_models
@@ -32,7 +33,7 @@ def held_cache(lengths: list[int]) -> kv_cache.KVCache:
     cache = tiny_models.empty_cache(CONFIG, len(lengths), capacity=CAPACITY)
     for position in range(max(lengths)):
         num_tokens_B = jnp.asarray([int(position < length) for length in lengths])
-        block = kv_cache.open_block(cache, 1, num_tokens_B)
+        block = block_lib.open_block(cache, 1, num_tokens_B)
         stores = []
         for layer, store in enumerate(cache.stores):
             slot_BT, codec = block.slots[cache.layout_idx[layer]], cache.codec.keys
@@ -42,7 +43,7 @@ def held_cache(lengths: list[int]) -> kv_cache.KVCache:
                     keys=codec.write(store.keys, slot_BT, keys), values=codec.write(store.values, slot_BT, values)
                 )
             )
-        cache = kv_cache.close_block(cache, block, stores)
+        cache = block_lib.close_block(cache, block, stores)
     return cache
 
 
