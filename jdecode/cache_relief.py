@@ -110,8 +110,10 @@ def _heads(question: Question) -> list[Variant]:
 def _dtypes(question: Question) -> list[Variant]:
     plan = question.plan
     variants = []
+    # Groups of tokens are neither kept in pages nor evicted from.
+    is_by_slot = plan.cache.layout == "paged" or plan.cache.eviction is not None
     for dtype in config_lib.CACHE_DTYPES:
-        if dtype != "auto":
+        if dtype != "auto" and not (is_by_slot and dtype in config_lib.GROUPED_DTYPES):
             # Named as the plan names it, so that the planned one compares equal.
             same = dtype == plan.dtype
             group_len = plan.cache.group_len if dtype in config_lib.GROUPED_DTYPES else config_lib.GROUP_LEN
@@ -150,10 +152,10 @@ def _pages(question: Question) -> list[Variant]:
     own = paged = plan
     if plan.cache.layout == "paged":
         own = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto", page_len=None))
-    else:
+    elif plan.cache.dtype not in config_lib.GROUPED_DTYPES:
         paged = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache.without_eviction(), layout="paged"))
     variants = [_cache_variant(question, "every row its own slots", own)]
-    if plan.mesh.data > 1:  # rows that are split over devices have no common pool
+    if plan.mesh.data > 1 or paged is own:  # rows that are split over devices have no common pool, nor have groups
         return variants
     layout = ledger_lib.abstract_cache(paged).paged_layout
     if layout is None:
@@ -187,8 +189,10 @@ def _evictions(question: Question) -> list[Variant]:
     plan = question.plan
     budget = plan.cache.budget or max(plan.capacity // 4, 2)
     variants = [_cache_variant(question, "every token", dataclasses.replace(plan, cache=plan.cache.without_eviction()))]
+    if plan.cache.dtype in config_lib.GROUPED_DTYPES:
+        return variants
     for eviction in config_lib.EVICTIONS:
-        kept = dataclasses.replace(plan.cache, layout="auto", budget=budget, eviction=eviction)
+        kept = dataclasses.replace(plan.cache, layout="auto", page_len=None, budget=budget, eviction=eviction)
         # A prompt and, unless the plan says otherwise, as many new tokens as an eighth of the context.
         is_planned = eviction == plan.cache.eviction
         num_new = plan.num_new if is_planned else plan.num_new or max(plan.capacity // 8, 1)

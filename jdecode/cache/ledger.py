@@ -192,6 +192,7 @@ def _init(init: Callable[..., kv_cache.KVCache], plan: Plan, cache: config_lib.C
         capacity=plan.capacity,
         compute_dtype=plan.compute_dtype,
         mesh=mesh,
+        platform="cpu",  # or any: bytes are the same, and no backend need be there
         **more,
     )
 
@@ -335,7 +336,6 @@ def _line(plan: Plan, cache: kv_cache.KVCache, members: list[tuple[_Place, Any]]
         name = " and ".join(sides)
         if _is_numbers(cache, place, leaf):
             is_recent = place.side.startswith("recent ")
-            num_layers = plan.model.num_layers if is_recent else cache.layout_idx.count(cast(int, place.layout_idx))
             shape = (plan.batch_size, num_slots, plan.model.num_kv_heads, plan.model.head_dim)
             factors = (len(sides), num_layers, *shape)
             bits = number_bits(plan.compute_dtype if is_recent else plan.dtype)

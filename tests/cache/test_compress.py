@@ -87,7 +87,9 @@ def scores(rows: segment.Rows, q_BTNH: jax.Array) -> np.ndarray:
     return np.asarray(rows.stored(0, rows.num_slots).scores(q_BTKGH.transpose(0, 2, 3, 1, 4)))
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in config_lib.CACHE_DTYPES if dtype != "auto"])
+@pytest.mark.parametrize(
+    "dtype", [name for name in config_lib.CACHE_DTYPES if name not in ("auto", *config_lib.GROUPED_DTYPES)]
+)
 def test_kept_slots_are_the_same_bits_at_the_same_positions(dtype):
     lengths, how = [13, 7, 3], how_of(5, num_recent=2, num_new=4)
     cache = compress.observing(filled(dtype, lengths, layers=2), [0, 1])

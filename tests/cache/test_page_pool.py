@@ -9,7 +9,7 @@ from jdecode import config as config_lib
 from jdecode.cache import allocate, page_pool
 
 P, Z, K, H = 5, 2, 3, 4
-DTYPES = [dtype for dtype in config_lib.CACHE_DTYPES if dtype != "auto"]
+DTYPES = [name for name in config_lib.CACHE_DTYPES if name not in ("auto", *config_lib.GROUPED_DTYPES)]
 
 
 @pytest.fixture(params=DTYPES)

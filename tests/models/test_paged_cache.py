@@ -22,7 +22,7 @@ Z, NUM_PAGES = 2, 23
 FULL = dataclasses.replace(tiny_models.MIXED, layers=tiny_models.MIXED.layers[2:])
 WIDE = dataclasses.replace(tiny_models.MIXED.layers[0], window=99)
 MIXED = dataclasses.replace(tiny_models.MIXED, layers=(*tiny_models.MIXED.layers, WIDE))
-DTYPES = [dtype for dtype in config.CACHE_DTYPES if dtype != "auto"]
+DTYPES = [name for name in config.CACHE_DTYPES if name not in ("auto", *config.GROUPED_DTYPES)]
 CAPACITY = 16
 
 

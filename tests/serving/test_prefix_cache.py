@@ -210,7 +210,7 @@ def test_request_of_another_dtype_is_refused():
 class CacheOfTomorrow(config_lib.CacheConfig):
     """A config with an option that prefix caches know nothing of."""
 
-    budget: int | None = None
+    tomorrow: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,14 +221,21 @@ class OtherLayout(layout_full.FullLayout):
 def test_what_is_not_known_to_be_copied_is_refused(monkeypatch):
     prefixes = init()
     prefixes.reader(LM.model, LM.params, CacheOfTomorrow())
+    with pytest.raises(ValueError, match="cache tomorrow: expected None beside a prefix cache, got 3"):
+        prefixes.reader(LM.model, LM.params, CacheOfTomorrow(tomorrow=3))
     with pytest.raises(ValueError, match="cache budget: expected None beside a prefix cache, got 3"):
-        prefixes.reader(LM.model, LM.params, CacheOfTomorrow(budget=3))
+        prefixes.reader(LM.model, LM.params, config_lib.CacheConfig(budget=3, eviction="snapkv"))
+    for refused in (config_lib.CacheConfig(dtype="int4"), config_lib.CacheConfig(layout="paged")):
+        with pytest.raises(ValueError, match="expected .* beside a prefix cache"):
+            LM.init_prefix_cache(num_pages=4, cache=refused)
     with monkeypatch.context() as patch:
         patch.setattr(allocate, "layer_layout", lambda layer, cache, capacity: OtherLayout(capacity=capacity))
         with pytest.raises(ValueError, match="cache layout: expected auto or full beside a prefix cache, got 'full'"):
             prefixes.reader(LM.model, LM.params, FULL)
     codec = allocate.make_codec(AUTO, "float32")
-    monkeypatch.setattr(allocate, "make_codec", lambda cache, dtype: dataclasses.replace(codec, keys=codec))
+    monkeypatch.setattr(
+        allocate, "make_codec", lambda cache, dtype, platform=None: dataclasses.replace(codec, keys=codec)
+    )
     with pytest.raises(ValueError, match="cache dtype: expected one that stores each token for itself"):
         init()
 

@@ -40,6 +40,7 @@ class Lengths:
     """Stands for a cache: tables remember nothing but how far they are."""
 
     length_B: jax.Array
+    shared_B: None = None
 
     @property
     def batch_size(self) -> int:
