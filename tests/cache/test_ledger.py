@@ -324,8 +324,8 @@ class StripedLayout:
 def foreign_cache(monkeypatch: pytest.MonkeyPatch):
     """Every cache is one of two layers, with a table beside its rows; plans of the real ones are forgotten."""
 
-    def init_cache(model, cache_config, *, batch_size, capacity, compute_dtype, mesh, num_pages):
-        del cache_config, compute_dtype, mesh, num_pages
+    def init_cache(model, cache_config, *, batch_size, capacity, compute_dtype, mesh, num_pages, platform):
+        del cache_config, compute_dtype, mesh, num_pages, platform
         own: Any = StripedLayout(capacity=capacity, stripe_len=4)
         K, H = model.num_kv_heads, model.head_dim
 

@@ -57,13 +57,19 @@ def test_backends_agree(dtype):
 
 
 DRAFTS = [
-    (name, kind, dtype)
+    ("llama_gqa", "model", "int8"),
+    ("mistral_w16", "ngram", "int8"),
+    ("mistral_w16", "layer_skip", "fp8"),
+    ("llama_gqa", "ngram", "int4"),
+    ("mistral_w16", "layer_skip", "int4"),
+]
+DRAFTS += [
+    pytest.param(name, kind, dtype, marks=pytest.mark.exhaustive)
     for name in ("llama_gqa", "mistral_w16")
     for kind in drafts_under_test.KINDS
-    for dtype in ("int8", "fp8")
+    for dtype in ("int8", "fp8", "int8_channel", "int4")
+    if (name, kind, dtype) not in DRAFTS
 ]
-DRAFTS += [("llama_gqa", "ngram", "int4"), ("mistral_w16", "layer_skip", "int4")]
-DRAFTS += [pytest.param("llama_gqa", "model", "int8_channel", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "kind", "dtype"), DRAFTS)

@@ -226,7 +226,7 @@ def test_what_is_not_known_to_be_copied_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="cache budget: expected None beside a prefix cache, got 3"):
         prefixes.reader(LM.model, LM.params, config_lib.CacheConfig(budget=3, eviction="snapkv"))
     for refused in (config_lib.CacheConfig(dtype="int4"), config_lib.CacheConfig(layout="paged")):
-        with pytest.raises(ValueError, match="expected .* beside a prefix cache"):
+        with pytest.raises(ValueError, match=r"expected .* beside a prefix cache"):
             LM.init_prefix_cache(num_pages=4, cache=refused)
     with monkeypatch.context() as patch:
         patch.setattr(allocate, "layer_layout", lambda layer, cache, capacity: OtherLayout(capacity=capacity))

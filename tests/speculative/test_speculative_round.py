@@ -19,7 +19,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], [31, 32, 33, 34, 35, 36, 37, 3
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_draft_tokens", [1, *(pytest.param(num, marks=pytest.mark.slow) for num in (2, 3, 4)), 5])
 def test_a_draft_that_is_the_target_is_always_accepted(num_draft_tokens, rule):
     lm = tiny_model.load("mistral_w16")
     most = (3, 0, 0, num_draft_tokens)  # also after rounds without proposals

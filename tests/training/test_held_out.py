@@ -71,7 +71,10 @@ def test_units_by_hand():
 # Training counts distances to sinks by the text.
 CONFIG = dataclasses.replace(
     tiny_models.MIXED,
-    layers=tuple(dataclasses.replace(layer, sink_positions="text") for layer in tiny_models.MIXED.layers),
+    layers=tuple(
+        dataclasses.replace(layer, sink_positions="text") if layer.num_sinks else layer
+        for layer in tiny_models.MIXED.layers
+    ),
 )
 V = CONFIG.vocab_size
 NUM_BYTES = np.arange(V) % 5
