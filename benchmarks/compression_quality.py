@@ -97,10 +97,11 @@ def ways(lm: jdecode.LanguageModel) -> dict[str, Way]:
         return Reading(ids=short.ids)
 
     def evicted(case: Case, budget: int, eviction: str) -> Reading:
-        cache: Any = jdecode.CacheConfig
-        return Reading(ids=case.ids, cache=cache(budget=budget, eviction=eviction), num_kept=budget)
+        budget -= budget % 16  # each size compiles programs of its own
+        cache = jdecode.CacheConfig(budget=budget, eviction=eviction)
+        return Reading(ids=case.ids, cache=cache, num_kept=budget)
 
-    found: dict[str, Way] = {
+    return {
         "tail": cut,
         "head and tail": lambda case, budget: cut(case, budget, head_share=0.5),
         "sentences, question": lambda case, budget: compressed(case, budget, question=case.question),
@@ -108,11 +109,9 @@ def ways(lm: jdecode.LanguageModel) -> dict[str, Way]:
         "words, question": lambda case, budget: compressed(case, budget, question=case.question, unit="word"),
         "words": lambda case, budget: compressed(case, budget, unit="word"),
         "tokens": lambda case, budget: compressed(case, budget, unit="token"),
+        "snapkv": lambda case, budget: evicted(case, budget, "snapkv"),
+        "h2o": lambda case, budget: evicted(case, budget, "h2o"),
     }
-    if "eviction" in {field.name for field in dataclasses.fields(jdecode.CacheConfig)}:
-        found["snapkv"] = lambda case, budget: evicted(case, budget, "snapkv")
-        found["h2o"] = lambda case, budget: evicted(case, budget, "h2o")
-    return found
 
 
 def text_of(prompt: dict[str, Any], passages: dict[str, str]) -> tuple[str, str]:
