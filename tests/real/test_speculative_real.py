@@ -151,9 +151,10 @@ def test_ragged_rows_of_gemma(subject, num_draft_tokens, kind):
 
 
 @pytest.mark.parametrize("kind", drafts_under_test.KINDS)
+@pytest.mark.parametrize("num_draft_tokens", drafts_under_test.blocks(4))
 @pytest.mark.parametrize("subject", [GQA_SMALL, GEMMA3_IN_SWEEPS], indirect=True, scope="module")
-def test_ragged_rows_without_rings(subject, kind):
-    check(subject, 4, kind, 4, layout="full")
+def test_ragged_rows_without_rings(subject, num_draft_tokens, kind):
+    check(subject, 4, kind, num_draft_tokens, layout="full")
 
 
 @pytest.mark.parametrize("kind", drafts_under_test.KINDS)
