@@ -7,6 +7,9 @@ from typing import Protocol, runtime_checkable
 
 import jax
 
+EVERYTHING = 2**31 - 1
+"""As ``max_rollback``: all that a row holds."""
+
 
 class Layout(Protocol):
     """Maps the positions of a row to its slots."""

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jdecode.cache import layout
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullLayout:
@@ -25,7 +27,7 @@ class FullLayout:
     @property
     def max_rollback(self) -> int:
         """Everything."""
-        return self.capacity
+        return layout.EVERYTHING
 
     def slot(self, position: jax.Array) -> jax.Array:
         """Returns the position itself."""

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jdecode.cache import layout
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedLayout:
@@ -36,7 +38,7 @@ class PagedLayout:
     @property
     def max_rollback(self) -> int:
         """Everything, but for what a row shares with others (``cache_rows.take_rows``)."""
-        return self.capacity
+        return layout.EVERYTHING
 
     def slot(self, position: jax.Array) -> jax.Array:
         """Returns the position itself."""
