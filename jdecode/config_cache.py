@@ -26,7 +26,8 @@ class CacheConfig:
         ``"float16"``; 8 bits with a scale a token and head, ``"int8"`` and ``"fp8"`` (e4m3); or keys with a scale a
         channel over groups of tokens and values by token, ``"int8_channel"`` and ``"int4"`` (KIVI, Liu et al. 2024).
       slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
-        and as many as ``slack`` tokens can be rolled back.
+        and as many as ``slack`` tokens can be rolled back. Beside groups of tokens it can say which are exact
+        (``group_lag``); nowhere else does it change a text.
       page_len: Z, tokens a page, only beside the layout ``"paged"``; ``None`` for 64.
       budget: M, slots that each layer without a window keeps; only beside ``eviction``. Layers with one keep rings.
       eviction: ``None`` keeps every token. ``"snapkv"`` keeps the M tokens of a prompt to which its last ones attend
@@ -108,6 +109,14 @@ class CacheConfig:
         if self.smoothing is not None:
             check_count("cache smoothing", self.smoothing, 1, ", an odd one")
             check(self.smoothing % 2 == 1, f"cache smoothing: expected an odd count, got {self.smoothing}")
+
+    @property
+    def group_lag(self) -> int | None:
+        """How many tokens come after a group before it is stored; until then it is exact. ``None`` without groups.
+
+        A quarter of a group, whose tokens weigh most; or what can be taken back, where that is more.
+        """
+        return max(self.group_len // 4, self.slack + 1) if self.dtype in GROUPED_DTYPES else None
 
     def without_eviction(self) -> "CacheConfig":
         """Returns the config of a cache that keeps every token."""

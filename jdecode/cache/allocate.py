@@ -69,10 +69,8 @@ def make_codec(
 
 
 def _grouping(cache_config: config_lib.CacheConfig, exact: codec_lib.RowCodec) -> codec_lib.Grouping:
-    # The latest quarter of a group stays exact: those tokens weigh most. So does what can be taken back. Not the sum of
-    # the two: a text with a draft, which needs slack, would not be that without.
-    lag = max(cache_config.group_len // 4, cache_config.slack + 1)
-    settling = visibility.Settling(group_len=cache_config.group_len, lag=lag)
+    assert cache_config.group_lag is not None
+    settling = visibility.Settling(group_len=cache_config.group_len, lag=cache_config.group_lag)
     return codec_lib.Grouping(
         settling=settling,
         layout=grouped.exact_layout(settling, cache_config.slack),
