@@ -257,14 +257,18 @@ def check_copies(config: config_lib.ModelConfig, cache: config_lib.CacheConfig, 
       ValueError: an option beside layout, dtype and slack is set; some layer's layout is neither full nor a ring; or
         tokens are not stored each for itself.
     """
+    config_lib.check(
+        cache.eviction is None,
+        f"cache eviction: expected none beside a prefix cache, got {cache.eviction}; leave one of them out",
+    )
     for field in dataclasses.fields(cache):
         got = getattr(cache, field.name)
         config_lib.check(
             field.name in ("layout", "dtype", "slack") or got == field.default,
             f"cache {field.name}: expected {field.default} beside a prefix cache, got {got}; leave one of them out",
         )
-    most = 2**30  # slots: a ring wherever there can be one
-    layouts = {type(allocate.layer_layout(layer, cache, most)) for layer in config.layers}
+    # With so few slots that no layer has a ring, and with so many that each that may has one.
+    layouts = {type(allocate.layer_layout(layer, cache, slots)) for layer in config.layers for slots in (1, 2**30)}
     is_known = layouts <= {layout_full.FullLayout, layout_ring.RingLayout}
     config_lib.check(
         is_known,

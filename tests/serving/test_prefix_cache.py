@@ -223,7 +223,7 @@ def test_what_is_not_known_to_be_copied_is_refused(monkeypatch):
     prefixes.reader(LM.model, LM.params, CacheOfTomorrow())
     with pytest.raises(ValueError, match="cache tomorrow: expected None beside a prefix cache, got 3"):
         prefixes.reader(LM.model, LM.params, CacheOfTomorrow(tomorrow=3))
-    with pytest.raises(ValueError, match="cache budget: expected None beside a prefix cache, got 3"):
+    with pytest.raises(ValueError, match="cache eviction: expected none beside a prefix cache, got snapkv"):
         prefixes.reader(LM.model, LM.params, config_lib.CacheConfig(budget=3, eviction="snapkv"))
     for refused in (config_lib.CacheConfig(dtype="int4"), config_lib.CacheConfig(layout="paged")):
         with pytest.raises(ValueError, match=r"expected .* beside a prefix cache"):
