@@ -141,13 +141,20 @@ def _cache(arguments: argparse.Namespace, base: config.CacheConfig) -> config.Ca
     return cache
 
 
-def _num_new(arguments: argparse.Namespace, cache: config.CacheConfig, usual: int) -> int:
+def _num_new(arguments: argparse.Namespace, cache: config.CacheConfig, usual: int, context: int) -> int:
     """Returns the tokens after the prompt, for which a compressed cache has slots."""
     if cache.eviction is None:
         if arguments.new_tokens is not None:
             raise ValueError("--new-tokens: acts on --eviction, and there is none; add one, or leave it out")
         return 0
-    return usual if arguments.new_tokens is None else arguments.new_tokens
+    if arguments.new_tokens is None:
+        return max(min(usual, context - 1), 1)
+    if arguments.new_tokens >= context:
+        raise ValueError(
+            f"--new-tokens: expected fewer than the context of {context} tokens, which has the prompt too, got "
+            f"{arguments.new_tokens}; give fewer, or a longer --context"
+        )
+    return arguments.new_tokens
 
 
 def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
@@ -168,14 +175,15 @@ def _question(arguments: argparse.Namespace) -> "ledger_figures.Question":
         raise ValueError(
             f"--eviction {cache.eviction}: expected layers without a window, got none; leave it out, or --window"
         )
+    context = arguments.context or model.max_positions
     plan = ledger.Plan(
         model=model,
         cache=cache,
         batch_size=arguments.batch,
-        capacity=arguments.context or model.max_positions,
+        capacity=context,
         compute_dtype=_weight_dtype(arguments),
         mesh=arguments.mesh or run.mesh,
-        num_new=_num_new(arguments, cache, run.max_new_tokens),
+        num_new=_num_new(arguments, cache, run.max_new_tokens, context),
     )
     return ledger_figures.Question(
         name=run.name,

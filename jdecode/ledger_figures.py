@@ -64,6 +64,7 @@ def figures(question: Question) -> dict[str, Any]:
         "slack": plan.cache.slack,
         "eviction": plan.cache.eviction,
         "budget": plan.cache.budget,
+        "new_tokens": plan.num_new if plan.cache.eviction is not None else None,
         "window": question.window,
         "sinks": question.num_sinks if question.window is not None else None,
         "kv_dtype": plan.dtype,
