@@ -1,17 +1,17 @@
 """Ways to make a cache smaller, side by side for one model: what each shrinks, by how much, and what it costs.
 
 ``WAYS`` is the table: a way is one entry. Its variants are other plans for the ledger, or other programs for the
-compiler, so each has the bytes that a formula predicts and those that would really be allocated.
+compiler, so each has the bytes that a formula predicts and those that would really be allocated. A way that saves work,
+and not memory, has operations instead.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
-from jdecode import streaming
+from jdecode import prompt_relief, relief_way, streaming
 from jdecode.attention import blockwise, segment, select
 from jdecode.cache import kv_cache
 from jdecode.cache import ledger as ledger_lib
@@ -24,75 +24,7 @@ NUM_SAMPLES = 4
 """Of a prompt, in the what-if of pages that rows share."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
-    """What the ways are asked about.
-
-    Attributes:
-      plan: the cache as it is planned; what factors are relative to.
-      window: W of the what-if of a window on every full layer, in tokens.
-      num_sinks: of the same.
-      chunk_len: T, tokens of a prefill's chunk.
-    """
-
-    plan: ledger_lib.Plan
-    window: int
-    num_sinks: int
-    chunk_len: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One choice of a way.
-
-    Attributes:
-      name: of the choice.
-      formula_bytes: by the way's formula.
-      allocated_bytes: of the traced cache's keys and values, or of the compiled program's temporaries.
-      is_planned: whether the plan has it so.
-      plan: the plan with this choice, where it is one of the cache.
-    """
-
-    name: str
-    formula_bytes: int
-    allocated_bytes: int
-    is_planned: bool
-    plan: ledger_lib.Plan | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
-    """A way to need less memory.
-
-    Attributes:
-      name: of the way.
-      shrinks: what becomes smaller.
-      formula: of the bytes, in the letters of ``jdecode.shapes``; b is the bytes of a number.
-      costs: in quality or speed.
-      suits: where it fits.
-      variants: its choices for a plan.
-    """
-
-    name: str
-    shrinks: str
-    formula: str
-    costs: str
-    suits: str
-    variants: Callable[[Question], list[Variant]]
-
-
-def _cache_variant(question: Question, name: str, plan: ledger_lib.Plan) -> Variant:
-    own = ledger_lib.ledger(plan)
-    return Variant(
-        name=name,
-        formula_bytes=own.formula_stored_bytes,
-        allocated_bytes=own.stored_bytes,
-        is_planned=plan == question.plan,
-        plan=plan,
-    )
-
-
-def _heads(question: Question) -> list[Variant]:
+def _heads(question: relief_way.Question) -> list[relief_way.Variant]:
     model = question.plan.model
     pooled = [count for count in range(model.num_kv_heads, 0, -1) if model.num_kv_heads % count == 0]
     names = {model.num_heads: "multi-head", 1: "multi-query"}
@@ -103,11 +35,11 @@ def _heads(question: Question) -> list[Variant]:
         else:
             fewer = head_pooling.pooled_config(model, count)
         words = f"{count} head{'s'[: count > 1]}, {names.get(count, 'grouped-query')}"
-        variants.append(_cache_variant(question, words, dataclasses.replace(question.plan, model=fewer)))
+        variants.append(relief_way.cache_variant(question, words, dataclasses.replace(question.plan, model=fewer)))
     return variants
 
 
-def _dtypes(question: Question) -> list[Variant]:
+def _dtypes(question: relief_way.Question) -> list[relief_way.Variant]:
     plan = question.plan
     variants = []
     # Groups of tokens are neither kept in pages nor evicted from.
@@ -118,11 +50,11 @@ def _dtypes(question: Question) -> list[Variant]:
             same = dtype == plan.dtype
             group_len = plan.cache.group_len if dtype in config_lib.GROUPED_DTYPES else config_lib.GROUP_LEN
             cache = plan.cache if same else dataclasses.replace(plan.cache, dtype=dtype, group_len=group_len)
-            variants.append(_cache_variant(question, dtype, dataclasses.replace(plan, cache=cache)))
-    return sorted(variants, key=lambda variant: -variant.formula_bytes)
+            variants.append(relief_way.cache_variant(question, dtype, dataclasses.replace(plan, cache=cache)))
+    return sorted(variants, key=lambda variant: -variant.amount)
 
 
-def _windows(question: Question) -> list[Variant]:
+def _windows(question: relief_way.Question) -> list[relief_way.Variant]:
     plan = question.plan
     every = dataclasses.replace(plan.cache.without_eviction(), layout="full", page_len=None)
     every, ring = dataclasses.replace(plan, cache=every), plan
@@ -130,12 +62,12 @@ def _windows(question: Question) -> list[Variant]:
         ring = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto"))
     with_window = sum(layer.window is not None for layer in plan.model.layers)
     if not with_window:
-        variants = [_cache_variant(question, "every slot", plan)]
+        variants = [relief_way.cache_variant(question, "every slot", plan)]
     else:
         own = f"rings where the model has windows, {with_window} of {plan.model.num_layers} layers"
         variants = [
-            _cache_variant(question, "every slot, windows as masks", every),
-            _cache_variant(question, own, ring),
+            relief_way.cache_variant(question, "every slot, windows as masks", every),
+            relief_way.cache_variant(question, own, ring),
         ]
     if with_window < plan.model.num_layers:
         sinks = f" and {question.num_sinks} sinks" if question.num_sinks else ""
@@ -143,52 +75,54 @@ def _windows(question: Question) -> list[Variant]:
         model = streaming.with_window(plan.model, asked)
         which = "the others" if with_window else "every layer"
         name = f"what if {which} had a window of {question.window:,}{sinks}"
-        variants.append(_cache_variant(question, name, dataclasses.replace(ring, model=model)))
+        variants.append(relief_way.cache_variant(question, name, dataclasses.replace(ring, model=model)))
     return variants
 
 
-def _pages(question: Question) -> list[Variant]:
+def _with_pages(plan: ledger_lib.Plan) -> ledger_lib.Plan | None:
+    """Returns the plan with pages; ``None`` where it can have none."""
+    if plan.mesh.data > 1:  # rows that are split over devices have no common pool
+        return None
+    if plan.cache.layout != "paged":
+        if plan.cache.dtype in config_lib.GROUPED_DTYPES:
+            return None
+        plan = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache.without_eviction(), layout="paged"))
+    return plan if ledger_lib.abstract_cache(plan).paged_layout is not None else None
+
+
+def _pages(question: relief_way.Question) -> list[relief_way.Variant]:
     plan, count = question.plan, NUM_SAMPLES
-    own = paged = plan
+    own, paged = plan, _with_pages(plan)
     if plan.cache.layout == "paged":
         own = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto", page_len=None))
-    elif plan.cache.dtype not in config_lib.GROUPED_DTYPES:
-        paged = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache.without_eviction(), layout="paged"))
-    variants = [_cache_variant(question, "every row its own slots", own)]
-    if plan.mesh.data > 1 or paged is own:  # rows that are split over devices have no common pool, nor have groups
+    variants = [relief_way.cache_variant(question, "every row its own slots", own)]
+    layout = None if paged is None else ledger_lib.abstract_cache(paged).paged_layout
+    if paged is None or layout is None:
         return variants
-    layout = ledger_lib.abstract_cache(paged).paged_layout
-    if layout is None:
-        return variants
-    variants.append(_cache_variant(question, f"pages of {layout.page_len}, and rings for windows", paged))
+    variants.append(relief_way.cache_variant(question, f"pages of {layout.page_len}, and rings for windows", paged))
     prompt_len = plan.capacity // 2
     samples = f"what if {count} samples a prompt of {prompt_len:,}"
     many = dataclasses.replace(own, batch_size=count * own.batch_size)
-    whole = dataclasses.replace(_cache_variant(question, f"{samples}: own slots", many), plan=None)
+    whole = dataclasses.replace(relief_way.cache_variant(question, f"{samples}: own slots", many), plan=None)
     # A prompt's full pages once, and for each sample the columns after them.
     num_full = prompt_len // layout.page_len
     num_pages = plan.batch_size * (num_full + count * (layout.num_columns - num_full))
     many = dataclasses.replace(paged, batch_size=count * paged.batch_size)
-    in_pages = sum(
-        line.formula_bytes or 0
-        for line in ledger_lib.ledger(many).lines
-        if line.is_stored and line.layout == ledger_lib.layout_name(layout)
-    )
-    rest = ledger_lib.ledger(many).formula_stored_bytes - in_pages
-    stores = ledger_lib.abstract_cache(many, num_pages).stores
-    shared = Variant(
-        name=f"{samples}: shared pages",
-        formula_bytes=rest + in_pages * num_pages // (many.batch_size * layout.num_columns),
-        allocated_bytes=sum(map(ledger_lib.leaf_bytes, jax.tree.leaves(stores))),
-        is_planned=False,
-    )
-    return [*variants, whole, shared]
+    return [*variants, whole, relief_way.pool_variant(f"{samples}: shared pages", many, num_pages)]
 
 
-def _evictions(question: Question) -> list[Variant]:
+def _lent_slots(question: relief_way.Question) -> list[relief_way.Variant]:
+    return prompt_relief.lent_slots(question, _with_pages(question.plan))
+
+
+def _evictions(question: relief_way.Question) -> list[relief_way.Variant]:
     plan = question.plan
     budget = plan.cache.budget or max(plan.capacity // 4, 2)
-    variants = [_cache_variant(question, "every token", dataclasses.replace(plan, cache=plan.cache.without_eviction()))]
+    variants = [
+        relief_way.cache_variant(
+            question, "every token", dataclasses.replace(plan, cache=plan.cache.without_eviction())
+        )
+    ]
     if plan.cache.dtype in config_lib.GROUPED_DTYPES:
         return variants
     for eviction in config_lib.EVICTIONS:
@@ -200,12 +134,14 @@ def _evictions(question: Question) -> list[Variant]:
             f"{budget:,} tokens in all" if eviction == "h2o" else f"{budget:,} of the prompt and {num_new:,} new tokens"
         )
         variants.append(
-            _cache_variant(question, f"{eviction}: {words}", dataclasses.replace(plan, cache=kept, num_new=num_new))
+            relief_way.cache_variant(
+                question, f"{eviction}: {words}", dataclasses.replace(plan, cache=kept, num_new=num_new)
+            )
         )
     return variants
 
 
-def _attention(question: Question) -> list[Variant]:
+def _attention(question: relief_way.Question) -> list[relief_way.Variant]:
     # Of a prefill, which reads a prompt before anything is evicted.
     plan = dataclasses.replace(question.plan, cache=question.plan.cache.without_eviction())
     cache = ledger_lib.abstract_cache(plan)
@@ -218,7 +154,7 @@ def _attention(question: Question) -> list[Variant]:
         "blockwise": f"blockwise, {T:,} x {lengths['blockwise']:,} at a time",
     }
     return [
-        Variant(
+        relief_way.Variant(
             name=names[backend],
             formula_bytes=SCORE_BYTES * pairs * length,
             allocated_bytes=attention_temporaries(plan, backend, T),
@@ -260,8 +196,8 @@ def attention_temporaries(plan: ledger_lib.Plan, backend: str, block_len: int) -
     return memory.temp_size_in_bytes
 
 
-WAYS: tuple[Way, ...] = (
-    Way(
+WAYS: tuple[relief_way.Way, ...] = (
+    relief_way.Way(
         name="fewer key/value heads",
         shrinks="K: every layer, every slot",
         formula="2·L·B·S·K·H·b, linear in K",
@@ -269,7 +205,7 @@ WAYS: tuple[Way, ...] = (
         suits="every layout and dtype; heads are split over a mesh only while its axis divides them",
         variants=_heads,
     ),
-    Way(
+    relief_way.Way(
         name="a narrower dtype",
         shrinks="b: every number",
         formula="2·L·B·S·K·H·b, linear in b",
@@ -279,7 +215,7 @@ WAYS: tuple[Way, ...] = (
         suits="every layout; int8_channel and int4 neither in pages nor beside an eviction; --kv-dtype",
         variants=_dtypes,
     ),
-    Way(
+    relief_way.Way(
         name="windows in rings",
         shrinks="S of a layer with a window, to its window, sinks and slack",
         formula="2·B·K·H·b·(sum over layers of min(S, W + sinks + slack))",
@@ -289,7 +225,7 @@ WAYS: tuple[Way, ...] = (
         suits="long texts; --window W --sinks N plans it, and the same flags of jdecode.generate run it",
         variants=_windows,
     ),
-    Way(
+    relief_way.Way(
         name="pages that rows share",
         shrinks="rows with a common beginning: its full pages are held once, and a copy of none is made",
         formula="2·L·Z·K·H·b a page; N samples of a prompt with F full pages, of C: F + N·(C - F) pages",
@@ -297,7 +233,18 @@ WAYS: tuple[Way, ...] = (
         suits="num_samples, prompts with one beginning; full layers, on a mesh without a data axis; layout: paged",
         variants=_pages,
     ),
-    Way(
+    relief_way.Way(
+        name="a prefix cache",
+        shrinks="a prefill, of prompts that begin as one before them did: only what is new of them is read",
+        formula="operations: tokens that are read times 2·(weights of a token), and attention's 4·N·H a pair of query "
+        "and key; a page of Z tokens that is held takes 2·L·Z·K·H·b",
+        costs="none in quality: the same tokens; memory for what is held, and a copy of it into each request's cache. "
+        "SmolLM2-135M, 20 prompts of 624 tokens that share 600: 0.08 of the time (benchmarks/prefix_cache.py)",
+        suits="one system prompt, few-shot examples, a conversation sent anew; full layers and rings; "
+        "lm.init_prefix_cache, --prefix-cache FOLDER",
+        variants=prompt_relief.prefix_cache,
+    ),
+    relief_way.Way(
         name="tokens evicted by attention",
         shrinks="S of a layer without a window: to a budget of the prompt and the new tokens (snapkv), or in all (h2o)",
         formula="2·B·K·H·b·(sum over layers without a window of M + new tokens, or of M), and positions a layer",
@@ -305,7 +252,26 @@ WAYS: tuple[Way, ...] = (
         suits="long prompts, of which the question at the end tells what matters; no draft with h2o",
         variants=_evictions,
     ),
-    Way(
+    relief_way.Way(
+        name="shorter prompts",
+        shrinks="S: what a model finds most predictable of a prompt, or least told by a question, is left out",
+        formula="2·L·B·S·K·H·b, linear in S; a prefill's attention quadratic",
+        costs="what is left out is not read, and a model has to score the prompt first; answers to ten questions, mean "
+        "log-likelihood in nats, SmolLM2-135M: whole -0.6, half of it by a question -0.7, without one -9.9, the latest "
+        "half -11.6 (docs/compression.md)",
+        suits="long texts with a question that is known; jdecode.compress_prompt, --prompt-budget",
+        variants=prompt_relief.shorter_prompts,
+    ),
+    relief_way.Way(
+        name="continuous batching",
+        shrinks="slots that no token holds: requests take pages as they grow and give them back at their end",
+        formula="2·L·Z·K·H·b a page; in pages what is held, rounded up to Z a request; otherwise B·S slots",
+        costs="none in quality; tables, and a host that admits and ends requests: pages and their accounts are here, "
+        "such a scheduler is not in this version",
+        suits="many requests of lengths that nobody knows before; full layers, on a mesh without a data axis",
+        variants=_lent_slots,
+    ),
+    relief_way.Way(
         name="attention by blocks",
         shrinks="temporaries of a prefill's chunk: scores of T queries and S slots, one layer at a time",
         formula="scores alone: 4·B·N·T·S, by blocks of C slots 4·B·N·T·C (Dao et al. 2022); the compiler's temporaries "
@@ -318,6 +284,6 @@ WAYS: tuple[Way, ...] = (
 """All ways, in the order in which they are shown."""
 
 
-def answers(question: Question) -> list[tuple[Way, list[Variant]]]:
+def answers(question: relief_way.Question) -> list[tuple[relief_way.Way, list[relief_way.Variant]]]:
     """Asks every way."""
     return [(way, way.variants(question)) for way in WAYS]

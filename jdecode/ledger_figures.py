@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jdecode import cache_relief, language_model, step_cost
+from jdecode import cache_relief, language_model, relief_way, step_cost
 from jdecode.cache import attention_work, layout_ring
 from jdecode.cache import ledger as ledger_lib
 from jdecode.decode import prefill
@@ -156,16 +156,17 @@ def _growth(plan: ledger_lib.Plan, context: int) -> dict[str, Any]:
 
 def _compare(question: Question) -> list[dict[str, Any]]:
     sinks = COMPARED_SINKS if question.num_sinks is None else question.num_sinks
-    asked = cache_relief.Question(
+    asked = relief_way.Question(
         plan=question.plan,
         window=question.window or max(question.plan.capacity // 4, 1),
         num_sinks=sinks,
         chunk_len=prefill.CHUNK_LEN,
+        operations_a_token=step_cost.operations_a_token(question.plan.model),
     )
     return [_way(question, way, variants) for way, variants in cache_relief.answers(asked)]
 
 
-def _way(question: Question, way: cache_relief.Way, variants: list[cache_relief.Variant]) -> dict[str, Any]:
+def _way(question: Question, way: relief_way.Way, variants: list[relief_way.Variant]) -> dict[str, Any]:
     planned = next(variant for variant in variants if variant.is_planned)
     words = ("name", "shrinks", "formula", "costs", "suits")
     return {
@@ -176,7 +177,8 @@ def _way(question: Question, way: cache_relief.Way, variants: list[cache_relief.
                 "is_planned": variant.is_planned,
                 "formula_bytes": variant.formula_bytes,
                 "allocated_bytes": variant.allocated_bytes,
-                "factor": planned.formula_bytes / variant.formula_bytes,
+                "operations": variant.operations,
+                "factor": planned.amount / variant.amount,
                 "requests": _requests(question, variant),
             }
             for variant in variants
@@ -184,7 +186,7 @@ def _way(question: Question, way: cache_relief.Way, variants: list[cache_relief.
     }
 
 
-def _requests(question: Question, variant: cache_relief.Variant) -> int | None:
+def _requests(question: Question, variant: relief_way.Variant) -> int | None:
     """Returns how many requests fit with a variant, ``None`` where that is no question."""
     if question.memory is None or variant.plan is None:
         return None

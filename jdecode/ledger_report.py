@@ -129,18 +129,18 @@ def _growth(report: Mapping[str, Any]) -> list[str]:
 
 
 def _way(way: Mapping[str, Any]) -> list[str]:
-    rows: list[tuple[str, ...]] = [(f"{way['name']}:", "formula", "allocated", "factor", "requests")]
-    for variant in way["variants"]:
-        rows.append(
-            (
-                f"  {variant['name']}{' (as planned)' if variant['is_planned'] else ''}",
-                _count(variant["formula_bytes"]),
-                _count(variant["allocated_bytes"]),
-                f"{variant['factor']:.2f}",
-                _count(variant["requests"]),
-            )
-        )
-    if all(variant["requests"] is None for variant in way["variants"]):
+    variants = way["variants"]
+    counts_work = variants[0]["operations"] is not None
+    heading = ("operations",) if counts_work else ("formula", "allocated")
+    rows: list[tuple[str, ...]] = [(f"{way['name']}:", *heading, "factor", "requests")]
+    for variant in variants:
+        name = f"  {variant['name']}{' (as planned)' if variant['is_planned'] else ''}"
+        if counts_work:
+            amounts = (_operations(variant["operations"]),)
+        else:
+            amounts = (_count(variant["formula_bytes"]), _count(variant["allocated_bytes"]))
+        rows.append((name, *amounts, f"{variant['factor']:.2f}", _count(variant["requests"])))
+    if all(variant["requests"] is None for variant in variants):
         rows = [row[:-1] for row in rows]
     words = {"shrinks": "shrinks", "formula": "formula", "costs": "costs", "suits": "fits"}
     return [*_lines(rows), *(line for key, label in words.items() for line in _wrapped(f"{label}: {way[key]}", "  "))]
@@ -230,7 +230,7 @@ def _log_axes(axes: Any, contexts: Sequence[int]) -> None:
 
 
 def _draw_ways(axes: Any, ways: Sequence[Mapping[str, Any]]) -> None:
-    variants = [variant for way in ways for variant in way["variants"]]
+    variants = [variant for way in ways for variant in way["variants"] if variant["allocated_bytes"] is not None]
     places = range(len(variants), 0, -1)
     colors = ["tab:orange" if variant["is_planned"] else "tab:blue" for variant in variants]
     axes.barh(places, [variant["allocated_bytes"] / 2.0**30 for variant in variants], color=colors)

@@ -6,7 +6,7 @@ import functools
 import jax
 import pytest
 
-from jdecode import cache_relief, config_file
+from jdecode import cache_relief, config_file, relief_way
 from jdecode import config as config_lib
 from jdecode.cache import allocate, ledger
 from tests import tiny_models
@@ -15,14 +15,14 @@ MIXED = dataclasses.replace(tiny_models.MIXED, num_heads=8, num_kv_heads=4)
 B, S = 3, 40
 
 
-def question_of(model: config_lib.ModelConfig = MIXED, dtype: str = "bfloat16", **changes) -> cache_relief.Question:
+def question_of(model: config_lib.ModelConfig = MIXED, dtype: str = "bfloat16", **changes) -> relief_way.Question:
     cache = config_lib.CacheConfig(**changes)
     plan = ledger.Plan(model=model, cache=cache, batch_size=B, capacity=S, compute_dtype=dtype)
-    return cache_relief.Question(plan=plan, window=10, num_sinks=2, chunk_len=8)
+    return relief_way.Question(plan=plan, window=10, num_sinks=2, chunk_len=8, operations_a_token=1000)
 
 
 @functools.cache
-def variants(name: str, question: cache_relief.Question) -> list[cache_relief.Variant]:
+def variants(name: str, question: relief_way.Question) -> list[relief_way.Variant]:
     (way,) = [way for way in cache_relief.WAYS if way.name == name]
     return way.variants(question)
 
@@ -35,11 +35,14 @@ def test_every_way(way, layout):
     assert len({variant.name for variant in own}) == len(own)
     assert all([way.shrinks, way.formula, way.costs, way.suits])
     for variant in own:
+        is_work = way.name == "a prefix cache"
+        assert (variant.operations is not None) == is_work
+        assert (variant.formula_bytes is None) == (variant.allocated_bytes is None) == is_work
         if variant.plan is not None:
             plan = variant.plan
             init = functools.partial(allocate.init_compressed, num_new=plan.num_new)
             cache = (init if plan.cache.eviction else allocate.init_cache)(
-                plan.model, plan.cache, batch_size=B, capacity=S, compute_dtype=plan.compute_dtype
+                plan.model, plan.cache, batch_size=B, capacity=plan.capacity, compute_dtype=plan.compute_dtype
             )
             assert variant.allocated_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.stores))
             if variant.plan.dtype in ("float32", "bfloat16", "float16"):  # others may have scales, beside the formula
@@ -52,7 +55,7 @@ PLANNED = 2 * 3 * 4 * 6 * 2 * (4 + 6 + 40)
 
 def test_heads_by_hand():
     own = variants("fewer key/value heads", question_of())
-    assert [(variant.name, PLANNED / variant.formula_bytes) for variant in own] == [
+    assert [(variant.name, PLANNED / variant.amount) for variant in own] == [
         ("8 heads, multi-head", 0.5),
         ("4 heads, grouped-query", 1.0),
         ("2 heads, grouped-query", 2.0),
@@ -89,7 +92,7 @@ def test_windows_of_a_model_without():
     every, ring = variants("windows in rings", question_of(model))
     assert (every.name, every.is_planned) == ("every slot", True)
     assert ring.name == "what if every layer had a window of 10 and 2 sinks"
-    assert every.formula_bytes / ring.formula_bytes == 40 / 12
+    assert every.amount / ring.amount == 40 / 12
 
 
 def test_windows_of_a_model_with_nothing_else():
@@ -140,18 +143,55 @@ def test_evictions_by_hand():
             assert [variant.is_planned for variant in way.variants(planned)].count(True) == 1, way.name
 
 
+def test_a_prefix_cache_by_hand():
+    whole, rest = variants("a prefix cache", question_of())
+    # Pairs of 40 tokens, and of the latter 20: windows of 4 (1 + 2 + 3 + 37 · 4), such with two sinks before them
+    # (1 + 35 · 2 more), and all. 3 rows of 8 heads of 6, two products of two operations a number; 1,000 beside them.
+    pairs, pairs_of_rest = 154 + 225 + 820, 20 * 4 + (20 * 4 + 20 * 2) + 20 * 61 // 2
+    assert whole.operations == 3 * (40 * 1000 + 4 * 8 * 6 * pairs)
+    assert rest.operations == 3 * (20 * 1000 + 4 * 8 * 6 * pairs_of_rest)
+    assert "every prompt of 40" in whole.name and "first 20 tokens" in rest.name
+    single = dataclasses.replace(question_of().plan, capacity=1)
+    (only,) = variants("a prefix cache", dataclasses.replace(question_of(), plan=single))
+    assert only.is_planned
+
+
+def test_shorter_prompts_by_hand():
+    own = variants("shorter prompts", question_of())
+    slot = PLANNED // 50
+    assert [variant.formula_bytes for variant in own] == [50 * slot, 30 * slot, 20 * slot]
+    assert [variant.plan.capacity for variant in own if variant.plan] == [40, 20, 10]
+    # New tokens keep their slots: of 40 tokens 6 are new, and 17 and 9 of the others stay.
+    question = question_of(eviction="snapkv", budget=30)
+    question = dataclasses.replace(question, plan=dataclasses.replace(question.plan, num_new=6))
+    assert [variant.plan.capacity for variant in variants("shorter prompts", question) if variant.plan] == [40, 23, 15]
+    single = dataclasses.replace(question_of().plan, capacity=1)
+    (only,) = variants("shorter prompts", dataclasses.replace(question, plan=single))
+    assert only.is_planned
+
+
+@pytest.mark.parametrize("layout", ["auto", "paged"])
+def test_lent_slots_by_hand(layout):
+    own = variants("continuous batching", question_of(layout=layout, page_len=3 if layout == "paged" else None))
+    slot = PLANNED // 50
+    # Rings of 4 and 6 slots; 20 tokens in one page of 64, or in 7 of 3. With pages of its own a row has 14 of these.
+    sizes = [(10 + 42) * slot, (10 + 21) * slot] if layout == "paged" else [50 * slot, (10 + 64) * slot]
+    assert [variant.formula_bytes for variant in own] == sizes == [variant.allocated_bytes for variant in own]
+
+
 def test_scores_are_not_held_at_once():
     model = config_file.load("smollm2_135m").architecture
     plan = ledger.Plan(
         model=model, cache=config_lib.CacheConfig(), batch_size=2, capacity=4096, compute_dtype="float32"
     )
-    question = cache_relief.Question(plan=plan, window=10, num_sinks=0, chunk_len=512)
+    question = relief_way.Question(plan=plan, window=10, num_sinks=0, chunk_len=512, operations_a_token=0)
     whole, blocks = variants("attention by blocks", question)
     # 2 rows · 9 heads · 512 queries · 4,096 slots, and 256 slots, in float32.
     assert (whole.formula_bytes, blocks.formula_bytes) == (4 * 2 * 9 * 512 * 4096, 4 * 2 * 9 * 512 * 256)
-    assert whole.allocated_bytes >= whole.formula_bytes
+    assert whole.allocated_bytes is not None and blocks.allocated_bytes is not None
+    assert whole.allocated_bytes >= whole.amount
     # Queries and the running output in float32, twice each, and a few blocks of scores; not the matrix.
-    assert blocks.allocated_bytes < 4 * 4 * 2 * 9 * 512 * 64 + 4 * blocks.formula_bytes < whole.formula_bytes
+    assert blocks.allocated_bytes < 4 * 4 * 2 * 9 * 512 * 64 + 4 * blocks.amount < whole.amount
 
 
 def test_blocks_do_not_grow_with_the_context():

@@ -227,11 +227,11 @@ def test_compare_and_plot(tmp_path: pathlib.Path, capsys):
     flags = [*LLAMA, "--weight-dtype", "bfloat16", "--memory", "80GB", "--compare"]
     report = run(capsys, *flags, "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    heads, dtypes, windows, pages, evictions, attention = report["compare"]
+    heads, dtypes, windows, pages, prefixes, evictions, prompts, lent, attention = report["compare"]
     assert [variant["factor"] for variant in heads["variants"]] == [0.25, 1, 2, 4, 8]
     assert [variant["allocated_bytes"] / 2**30 for variant in heads["variants"]] == [32, 8, 4, 2, 1]
     planned = [variant for way in report["compare"] for variant in way["variants"] if variant["is_planned"]]
-    assert len(planned) == 6 and [variant["requests"] for variant in planned] == [119, 119, 119, 119, 119, None]
+    assert [variant["requests"] for variant in planned] == [119] * 4 + [None] + [119] * 3 + [None]
     # 1,024 of 4,096 tokens and 512 new ones, or 1,024 with 4 bytes a slot beside 131,072 a token.
     sizes = [16 * 131_072 * 1536, 16 * (131_072 + 32 * 4) * 1024]
     assert [variant["formula_bytes"] for variant in evictions["variants"][1:]] == sizes
@@ -240,8 +240,19 @@ def test_compare_and_plot(tmp_path: pathlib.Path, capsys):
     assert windows["variants"][-1]["formula_bytes"] == 16 * 131_072 * (1024 + 4)
     # Four samples of each of 16 prompts: 64 rows of 64 pages, of which the 32 of a prompt are held once.
     assert [variant["factor"] for variant in pages["variants"]] == [1, 1, 0.25, 64 / (32 + 4 * 32)]
+    # 2,048 of 4,096 tokens read: half of the products with the weights, three quarters of attention's pairs.
+    weights, pairs = report["weights"]["operations_a_token"], (4096 * 4097 // 2, 2048 * 2049 // 2)
+    works = [16 * (4096 * weights + 32 * 4 * 32 * 128 * pairs[0])]
+    works.append(16 * (2048 * weights + 32 * 4 * 32 * 128 * (pairs[0] - pairs[1])))
+    assert [variant["operations"] for variant in prefixes["variants"]] == works
+    assert prefixes["variants"][1]["factor"] == works[0] / works[1]
+    assert prefixes["variants"][0]["allocated_bytes"] is None
+    assert [variant["factor"] for variant in prompts["variants"]] == [1, 2, 4]
+    assert [variant["factor"] for variant in lent["variants"]] == [1, 2]
     assert attention["variants"][0]["formula_bytes"] == 4 * 16 * 32 * 512 * 4096
     found = lines(capsys, *flags, "--sinks", "9")
+    (heading,) = [line for line in found if line.startswith("a prefix cache:")]
+    assert heading.split()[-2:] == ["operations", "factor"]
     assert max(map(len, found)) <= 130
     for way in report["compare"]:
         assert [line for line in found if line.startswith(f"{way['name']}:")]
