@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax.numpy as jnp
 
 from jdecode import config as config_lib
-from jdecode import drafts, generation
+from jdecode import drafts, generation, request_memory
 from jdecode import request as request_lib
 from jdecode import streaming as streaming_lib
 from jdecode.cache import kv_cache
 from jdecode.speculative import draft_model
 from jdecode.speculative import speculation as speculation_lib
+from jdecode.text import chat
 
 if TYPE_CHECKING:
     from jdecode import language_model
@@ -66,6 +67,8 @@ class ChatSession:
                 f"cache eviction: expected none in a conversation (its cache is cut back between turns), got "
                 f"{cache.eviction}; leave it out"
             )
+        if lm.tokenizer is not None:
+            chat.chat_template(lm.tokenizer)  # what cannot talk is refused before the first turn
         if capacity is not None:
             capacity = request_lib.count("capacity", capacity, least=1)
         self._speculation = drafts.make_speculation(lm, cache=cache, **drafting)
@@ -74,9 +77,10 @@ class ChatSession:
         if self._speculation is not None:
             self._most_drafted = self._speculation.num_draft_tokens
             self._cache_config = speculation_lib.with_slack(cache, self._most_drafted)
-        lm.check_memory(
+        request_memory.check(
             1,
             lm.plan_cache(self._cache_config, self._capacity),
+            lm.mesh,
             num_tokens=self._capacity,
             max_new_tokens=self._capacity,
             speculation=self._speculation,

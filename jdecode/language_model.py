@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jdecode import cache_plan, chat_session, drafts, generation
+from jdecode import cache_plan, chat_session, drafts, generation, request_memory
 from jdecode import config as config_lib
 from jdecode import request as request_lib
 from jdecode import sampling as sampling_lib
@@ -134,37 +134,6 @@ class LanguageModel:
         """
         return prefix_cache_lib.load(folder, self.model, self.params, mesh=self.mesh, salt=salt)
 
-    def check_memory(
-        self,
-        num_rows: int,
-        plan: cache_plan.CachePlan,
-        *,
-        num_tokens: int,
-        max_new_tokens: int,
-        logprobs: int | None = None,
-        speculation: speculation_lib.Speculation | None = None,
-    ) -> None:
-        """Refuses what the devices cannot hold together: the caches of model and draft, and the buffers of output.
-
-        Args:
-          num_rows: B.
-          plan: of the model's caches.
-          num_tokens: of the longest row, prompt and output.
-          max_new_tokens, logprobs: see ``stream``.
-          speculation: ``None`` for no draft.
-
-        Raises:
-          ValueError: they are larger than the memory of the devices.
-        """
-        row = plan.row_shapes()
-        max_len = generation.max_len_for(row[0] if plan.how is None else None, num_tokens)
-        draft_row = () if speculation is None else speculation.cache_shapes(max_len)
-        numbers_a_token = 1 if logprobs is None else 2 + 2 * logprobs
-        buffers = jax.ShapeDtypeStruct((generation.output_len_for(max_new_tokens), numbers_a_token), np.float32)
-        names = "cache, draft's cache and output" if jax.tree.leaves(draft_row) else "cache and output"
-        what = f"{names} of {num_rows} rows x {plan.prompt_capacity or plan.capacity} slots"
-        device_memory.check((row, draft_row, buffers), self.mesh, what, times=num_rows)
-
     def encode(self, prompt: str) -> list[int]:
         """Turns a raw prompt into token ids, with the start token if the tokenizer adds one.
 
@@ -254,7 +223,6 @@ class LanguageModel:
         num_samples = request_lib.count("num_samples", num_samples, least=1)
         if logprobs is not None:
             logprobs = request_lib.count("logprobs", logprobs, least=0, most=self.config.vocab_size)
-        longest = max(len(prompt) for prompt in ids) + max_new_tokens
         speculation = drafts.make_speculation(
             self,
             draft=draft,
@@ -266,10 +234,11 @@ class LanguageModel:
         if speculation is not None:
             cache = speculation_lib.with_slack(cache, speculation.num_draft_tokens)
         plan = self._request_caches(cache, ids, max_new_tokens, capacity)
-        self.check_memory(
+        request_memory.check(
             len(ids) * num_samples,
             plan,
-            num_tokens=longest,
+            self.mesh,
+            num_tokens=max(len(prompt) for prompt in ids) + max_new_tokens,
             max_new_tokens=max_new_tokens,
             logprobs=logprobs,
             speculation=speculation,

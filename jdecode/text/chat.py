@@ -78,6 +78,17 @@ def render(
         raise TemplateError(f"chat template: {_one_line(error)}") from None
 
 
+def chat_template(tokenizer: tokenizer_lib.Tokenizer) -> str:
+    """Returns the template of the model.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("chat: expected a model with a chat template, got one without; pass raw text instead")
+    return tokenizer.chat_template
+
+
 def encode_chat(
     tokenizer: tokenizer_lib.Tokenizer,
     messages: Messages,
@@ -101,9 +112,7 @@ def encode_chat(
     Raises:
       ValueError: there is no template, or as ``render``.
     """
-    source = tokenizer.chat_template if template is None else template
-    if source is None:
-        raise ValueError("chat: expected a model with a chat template, got one without; pass raw text instead")
+    source = chat_template(tokenizer) if template is None else template
     bos, eos = tokenizer.bos_token_id, next(iter(tokenizer.eos_token_ids), None)
     settings: dict[str, Any] = {
         "add_generation_prompt": add_generation_prompt,
