@@ -66,9 +66,10 @@ def make_speculation(
     with_slack = speculation.with_slack(cache, num_draft_tokens)
     if with_slack.group_lag != cache.group_lag:
         raise ValueError(
-            f"num_draft_tokens: expected at most {(cache.group_lag or 1) - 1} beside a cache in {cache.dtype} with groups "
-            f"of {cache.group_len} and slack {cache.slack}, got {num_draft_tokens} (more would keep other tokens exact, "
-            f"and so change the text); give fewer, or a cache with slack {num_draft_tokens}, with and without the draft"
+            f"num_draft_tokens: expected at most {(cache.group_lag or 1) - 1} beside a cache in {cache.dtype} with "
+            f"groups of {cache.group_len} and slack {cache.slack}, got {num_draft_tokens} (more would keep other "
+            f"tokens exact, and so change the text); give fewer, or a cache with slack {num_draft_tokens}, with and "
+            "without the draft"
         )
     # A draft's own cache keeps every token.
     chosen, params = _chosen(target, draft, with_slack.without_eviction())

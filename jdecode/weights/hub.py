@@ -41,6 +41,6 @@ def fetch(repo_id: str) -> pathlib.Path:
     except Exception as error:  # network, access and cache faults come in many types; each is the same to the user
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{repo_id}: expected a folder, a .gguf file or a hub id that can be fetched, got: {cause[:200]}; check "
+            f"{repo_id}: expected a folder, a .gguf file or a hub id that can be fetched, but: {cause[:200]}; check "
             f"the name and the network"
         ) from error
