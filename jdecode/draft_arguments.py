@@ -80,6 +80,9 @@ def load_models(
     draft: Any = own.draft
     if draft is None:
         return command_line.load_model(chosen), {}
+    from jdecode.parallel import mesh as mesh_lib  # late: it imports jax
+
+    mesh_lib.make_mesh(chosen.run.mesh)  # devices that are not there are no fault of the draft
     opened = None
     if draft != NGRAM:
         checked, opened = _checked(chosen, draft)

@@ -23,8 +23,8 @@ def refused(request, capsys, monkeypatch: pytest.MonkeyPatch):
     main, flags = DOORS[request.param]
     monkeypatch.setattr(language_model, "load", lambda source, **options: pytest.fail(f"loaded {source}"))
 
-    def run(draft: str) -> str:
-        assert main([*flags, "--draft", draft]) == 2
+    def run(draft: str, *more: str) -> str:
+        assert main([*flags, "--draft", draft, *more]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(f"jdecode.{request.param}: error: ") and err.count("\n") == 1
         return err.removeprefix(f"jdecode.{request.param}: error: ").rstrip("\n")
@@ -45,6 +45,20 @@ def test_what_is_no_draft(refused, tmp_path: pathlib.Path):
     ]:
         line = refused(draft)
         assert line.startswith(f"--draft: {message}") and line.endswith("; or give ngram or layer_skip")
+
+
+def test_what_is_no_fault_of_the_draft(refused):
+    line = refused(TINY_GGUF, "--mesh", "data=9")
+    assert line.startswith("mesh: expected at most 8 devices") and "ngram" not in line
+    assert refused("layer_skip", "--mesh", "data=9").startswith("mesh: expected at most 8 devices")
+
+
+@pytest.mark.parametrize(("draft", "got"), [("", "none"), (" ", "' '")])
+def test_no_draft_at_all(draft, got, capsys):
+    for main, flags in DOORS.values():
+        with pytest.raises(SystemExit, match="2"):
+            main([*flags, "--draft", draft])
+        assert f"argument --draft: expected some text, got {got}\n" in capsys.readouterr().err
 
 
 def test_a_draft_of_another_vocabulary(refused):
