@@ -3,16 +3,19 @@
 Usage::
 
     python benchmarks/loop_memory.py [--config smollm2_135m] [--capacity 8192] [--batches 1,4] [--kv-dtype auto]
-                                     [--layout auto] [--tpu v5e:2x4 [--mesh data=1,model=8]]
+                                     [--layout auto] [--window 1020 [--sinks 4]] [--eviction snapkv|h2o [--budget 1024]]
+                                     [--tpu v5e:2x4 [--mesh data=1,model=8]]
 
 Without ``--tpu`` the loop is compiled for this machine. With it, for a TPU that need not be there: the package
 ``libtpu`` compiles ahead of time for a named topology. Nothing runs. With ``--mesh`` the program is spread over the
 topology's devices by the same rules as a real run; bytes are then those of one device, and the collective operations
-of the whole program are counted.
+of the whole program are counted. A cache that evicts is the one after a prompt that fills the capacity but for 64
+tokens.
 """
 
 import argparse
 import collections
+import dataclasses
 import os
 import re
 from typing import Any, cast
@@ -22,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from models import abstract_model
 
-from jdecode import command_line, config, sampling
+from jdecode import command_line, config, sampling, streaming
 from jdecode.cache import allocate
 from jdecode.decode import chosen_layout, loop, state, step
 from jdecode.models import parameter_axes
@@ -32,6 +35,9 @@ from jdecode.sampling import standard
 
 MEBIBYTE = 2.0**20
 
+NUM_NEW = 64
+"""Tokens that the loop may write."""
+
 
 def abstract_state(
     model, batch: int, capacity: int, cache_config: config.CacheConfig, platform: str
@@ -39,14 +45,11 @@ def abstract_state(
     """Returns the shapes of a decode's state."""
 
     def build():
-        cache = allocate.init_cache(
-            model.config,
-            cache_config,
-            batch_size=batch,
-            capacity=capacity,
-            compute_dtype=model.dtype,
-            platform=platform,
-        )
+        sizes = {"batch_size": batch, "capacity": capacity, "compute_dtype": model.dtype, "platform": platform}
+        if cache_config.eviction is None:
+            cache = allocate.init_cache(model.config, cache_config, **sizes)
+        else:
+            cache = allocate.init_compressed(model.config, cache_config, num_new=NUM_NEW, **sizes)
         params = standard.params_from_configs(
             [config.SamplingConfig()] * batch,
             vocab_size=model.config.vocab_size,
@@ -60,8 +63,8 @@ def abstract_state(
             key_B=sampling.request_keys([0] * batch, [0] * batch),
             temperature_B=params.temperature_B,
             stop_ids_BX=jnp.full((batch, 8), state.NO_STOP_ID, jnp.int32),
-            max_new_B=jnp.full(batch, 64, jnp.int32),
-            output_len=64,
+            max_new_B=jnp.full(batch, NUM_NEW, jnp.int32),
+            output_len=NUM_NEW,
             num_top_logprobs=None,
         )
 
@@ -126,13 +129,23 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--layout", default="auto")
+    parser.add_argument("--window", type=int, help="of every layer without one")
+    parser.add_argument("--sinks", type=int, default=4, help="beside --window")
+    parser.add_argument("--eviction", choices=config.EVICTIONS)
+    parser.add_argument("--budget", type=int, default=1024, help="beside --eviction")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="such as v5e:2x4")
     parser.add_argument("--mesh", type=command_line.mesh, default=config.MeshConfig(), help="data=1,model=8")
     arguments = parser.parse_args()
     model, params = abstract_model(arguments.config, "bfloat16" if arguments.tpu else "float32")
-    plain = step.PlainStep(model, sampling.standard_chain())
     platform = "tpu" if arguments.tpu else jax.default_backend()
-    cache_config = config.CacheConfig(dtype=arguments.kv_dtype, layout=arguments.layout)
+    if arguments.window is not None:
+        asked = config.StreamingConfig(window=arguments.window, num_sinks=arguments.sinks)
+        model = dataclasses.replace(model, config=streaming.with_window(model.config, asked))
+    evicting: dict[str, Any] = {}
+    if arguments.eviction is not None:
+        evicting = {"eviction": arguments.eviction, "budget": arguments.budget}
+    cache_config = config.CacheConfig(dtype=arguments.kv_dtype, layout=arguments.layout, **evicting)
+    plain = step.PlainStep(model, sampling.standard_chain())
     for batch in [int(text) for text in arguments.batches.split(",")]:
         shapes = abstract_state(model, batch, arguments.capacity, cache_config, platform)
         steps = jax.ShapeDtypeStruct((), jnp.int32)
