@@ -19,9 +19,8 @@ def _prepare_environment() -> None:
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={NUM_DEVICES}".strip()
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    # A folder for each xdist worker: jax does not write its entries atomically.
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    os.environ.setdefault("JDECODE_CACHE", str(base / "jdecode-tests" / worker))
+    # One for all workers: what another has compiled need not be compiled again. (An entry half written is, once more.)
+    os.environ.setdefault("JDECODE_CACHE", str(base / "jdecode-tests"))
 
 
 _prepare_environment()
