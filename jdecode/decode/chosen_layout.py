@@ -4,8 +4,13 @@ A TPU lays arrays out in tiles, and the order of axes that a program wants of it
 the default order a whole copy of the cache can appear among the loop's temporaries (for three heads of width 64 it
 does). Left to itself the compiler finds an order in which every step writes in place. The cache is brought into that
 order once, before the first run; the loop gives it back in the same order, so later runs find it as they want it.
+
+Of ``int8`` it would find tiles of 32 x 128, from which it copies the rows of a layer to tiles of 8 x 128 and back for
+every write of a token. So these are asked for in the latter. (Of other codecs in bytes the compiler's own choice is the
+better one: what reads them wants another order of axes than what writes.)
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,8 +18,11 @@ from typing import Any, cast
 import jax
 from jax.experimental.layout import Format, Layout
 
-from jdecode.cache import kv_cache
+from jdecode.cache import codec_token, kv_cache
 from jdecode.decode import step as step_lib
+
+BYTE_TILES = ((8, 128), (4, 1))
+"""Of numbers of one byte: 8 x 128, four of which share a word."""
 
 
 @functools.lru_cache(maxsize=128)
@@ -34,7 +42,7 @@ def compile_loop(
     """
     shapes = structure.unflatten([shape for shape, _ in leaves])
     shardings = structure.unflatten([sharding for _, sharding in leaves])
-    state_formats = _map_stores(lambda own: Format(Layout.AUTO, own), shardings[1])
+    state_formats = _map_stores(_wanted, shardings[1])
     jitted = jax.jit(
         functools.partial(loop, step),
         donate_argnums=1,
@@ -44,14 +52,27 @@ def compile_loop(
     return jitted.lower(*shapes).compile()
 
 
+def _wanted(store: kv_cache.LayerStore) -> kv_cache.LayerStore:
+    """Returns the formats in which rows are to lie, given their shardings."""
+
+    def with_tiles(rows: Any) -> Any:
+        if store.recent is not None or not isinstance(rows, codec_token.TokenRows) or rows.name != "int8":
+            return jax.tree.map(lambda own: Format(Layout.AUTO, own), rows)
+        tiles = Format(Layout((0, 1, 2), BYTE_TILES), cast(Any, rows.data_BSX))
+        return dataclasses.replace(rows, data_BSX=tiles, scale_BKS=Format(Layout.AUTO, cast(Any, rows.scale_BKS)))
+
+    others = jax.tree.map(lambda own: Format(Layout.AUTO, own), dataclasses.replace(store, keys=None, values=None))
+    return dataclasses.replace(others, keys=with_tiles(store.keys), values=with_tiles(store.values))
+
+
 def _map_stores(change: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Maps over the keys and values of every cache in a state, and leaves all else as it is in the first tree."""
+    """Maps over the layers of every cache in a state, and leaves all else as it is in the first tree."""
 
     def is_store(node: Any) -> bool:
         return isinstance(node, kv_cache.LayerStore)
 
     def map_node(node: Any, *rest: Any) -> Any:
-        return jax.tree.map(change, node, *rest) if is_store(node) else node
+        return change(node, *rest) if is_store(node) else node
 
     return jax.tree.map(map_node, state, *others, is_leaf=is_store)
 
@@ -68,5 +89,5 @@ def run(
     leaves = tuple((jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf.sharding) for leaf in flat)
     compiled = compile_loop(loop, cast(Any, step), structure, leaves)
     formats = compiled.input_formats[0][1]
-    state = _map_stores(lambda rows, own: jax.device_put(rows, own, donate=True), state, formats)
+    state = _map_stores(lambda store, own: jax.device_put(store, own, donate=True), state, formats)
     return compiled(params, state, max_tokens)
