@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import pathlib
+import tempfile
 import threading
 from collections.abc import Callable
 
@@ -174,12 +175,18 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         assert str(info.value).startswith(f"{folder}: {message}") and str(info.value).endswith("; give another")
     assert files(tmp_path) == {"file": b"a file"}
 
-    def without_locks(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
+    for owner, name, error in (
+        (fcntl, "flock", OSError(errno.ENOLCK, "No locks available")),
+        (tempfile, "TemporaryFile", OSError(errno.EROFS, "Read-only file system")),  # though the lock is there
+    ):
 
-    monkeypatch.setattr(fcntl, "flock", without_locks)
-    with pytest.raises(ValueError, match=r"new: expected a folder that can be written, got: No locks available; give"):
-        prefix_folder.prepare(tmp_path / "new")
+        def fail(*arguments, error=error, **options):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(ValueError, match=f"new: expected a folder that can be written, got: {error.strerror};"):
+                prefix_folder.prepare(tmp_path / "new")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
