@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 @contextlib.contextmanager
 def named(flags: Mapping[str, str]) -> Iterator[None]:
-    """Has a refusal from within begin with the flag, where it begins with an argument's name and a colon.
+    """Has a refusal from within begin with the flag, where it begins with the name of an argument and a colon.
 
     Args:
       flags: of the arguments that have one.
@@ -14,7 +14,7 @@ def named(flags: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        name, colon, rest = str(error).partition(":")
-        if name not in flags or not colon:
+        name, _, rest = str(error).partition(":")
+        if name not in flags:
             raise
         raise ValueError(f"{flags[name]}:{rest}") from None

@@ -114,7 +114,9 @@ def test_error_of_the_model_is_an_error_of_the_request_alone():
     prefixes = lm.init_prefix_cache(num_pages=20, page_len=2)
     sampling = jdecode.SamplingConfig(banned_token_ids=(7,))
     for _ in range(2):
-        with pytest.raises(FloatingPointError):
+        with pytest.raises(
+            FloatingPointError, match=r"^logits of row 0: expected finite numbers, .* after 0 new tokens"
+        ):
             lm.generate([[1, 2, 7]], max_new_tokens=9, logprobs=0, sampling=sampling, prefix_cache=prefixes)
         assert prefixes.statistics.pages_held == 0
     check_accounts(prefixes)
