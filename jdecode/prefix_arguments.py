@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(name: str, chosen: command_line.Settings, cache: config.CacheConfig) -> "checkpoint.Checkpoint":
-    """Makes the folder, and refuses before any weights are read what would be refused after it.
+    """Makes the folder, and refuses before any weights are read what can be told without them.
 
     Args:
       name: of the folder.
