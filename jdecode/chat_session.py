@@ -61,6 +61,11 @@ class ChatSession:
         capacity: int | None,
         **drafting: Unpack[request_lib.DraftOptions],
     ) -> None:
+        for name in sorted(drafting.keys() - request_lib.DraftOptions.__annotations__.keys()):
+            raise TypeError(
+                f"{name}: expected an option of a conversation (system, sampling, cache, capacity, or of a draft), got "
+                "another; leave it out"
+            )
         self._lm, self._system, self._sampling, self._cache_config = lm, system, sampling, cache
         if isinstance(cache, config_lib.CacheConfig) and cache.eviction is not None:
             raise ValueError(

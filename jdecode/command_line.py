@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jdecode import compilation_cache, config, config_file, streaming
+from jdecode import compilation_cache, config, config_file, flag_names, streaming
 
 if TYPE_CHECKING:
     from jdecode import language_model
@@ -244,11 +244,8 @@ def streaming_settings(
 def _sampling(arguments: argparse.Namespace, base: config.SamplingConfig) -> config.SamplingConfig:
     given = {name: getattr(arguments, name) for name, _, _ in _SAMPLING_FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
-    try:
+    with flag_names.named({name: f"--{name.replace('_', '-')}" for name in given}):
         return dataclasses.replace(base, **given)
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        raise ValueError(f"--{name.replace('_', '-')}:{rest}" if name in given else str(error)) from None
 
 
 def load_weights(chosen: Settings, source: "str | checkpoint.Checkpoint") -> "language_model.LanguageModel":
@@ -321,17 +318,20 @@ def print_statistics(stats: Any, *, num_prompt_tokens: int, num_new_tokens: int,
 
     Args:
       stats: mapping with the statistics of a result; times in seconds, sizes in bytes.
-      num_prompt_tokens: read by the prefill, all rows together.
+      num_prompt_tokens: of all prompts together; what a prefix cache held of them was not computed.
       num_new_tokens: written, all rows together.
       ended: why the text ended, and other words for the second line.
     """
     prefill = float(stats["prefill_seconds"])
     first = float(stats.get("first_token_seconds", prefill))
-    speed = num_prompt_tokens / prefill if prefill > 0 else 0.0
+    num_read, read = num_prompt_tokens, f"{num_prompt_tokens} tokens"
+    if "prefix_tokens_reused" in stats:
+        num_read -= stats["prefix_tokens_reused"]
+        read = f"{num_read} of {read} ({stats['prefix_tokens_reused']} from the prefix cache)"
+    speed = num_read / prefill if prefill > 0 else 0.0
     mebibyte = 2.0**20
     lines = (
-        f"prefill {num_prompt_tokens} tokens in {prefill:.3f} s ({speed:.1f} tokens/s), "
-        f"first token after {first:.3f} s",
+        f"prefill {read} in {prefill:.3f} s ({speed:.1f} tokens/s), first token after {first:.3f} s",
         f"decode {num_new_tokens} tokens in {float(stats['decode_seconds']):.3f} s "
         f"({float(stats['decode_tokens_per_second']):.1f} tokens/s), {ended}",
         f"cache {stats['kv_cache_bytes'] / mebibyte:.1f} MiB, weights {stats['weight_bytes'] / mebibyte:.1f} MiB, "

@@ -67,9 +67,14 @@ def settings(arguments: argparse.Namespace, base: config.SpeculativeConfig) -> c
 
 
 def load_models(
-    chosen: command_line.Settings, own: config.SpeculativeConfig
+    chosen: command_line.Settings,
+    own: config.SpeculativeConfig,
+    opened: "checkpoint.Checkpoint | None" = None,
 ) -> "tuple[language_model.LanguageModel, request.DraftOptions]":
     """Loads the model, and the draft where it is one; whether they fit is checked before any weights are read.
+
+    Args:
+      opened: the model, where it is open already.
 
     Returns:
       The model, and the options of ``LanguageModel.stream`` about the draft.
@@ -79,13 +84,12 @@ def load_models(
     """
     draft: Any = own.draft
     if draft is None:
-        return command_line.load_model(chosen), {}
+        return command_line.load_model(chosen, opened), {}
     from jdecode.parallel import mesh as mesh_lib  # late: it imports jax
 
     mesh_lib.make_mesh(chosen.run.mesh)  # devices that are not there are no fault of the draft
-    opened = None
     if draft != NGRAM:
-        checked, opened = _checked(chosen, draft)
+        checked, opened = _checked(chosen, draft, opened)
         if draft != LAYER_SKIP:
             with _as_draft():  # the smaller one first: its faults show sooner
                 draft = _windowed(command_line.load_weights(chosen, checked), chosen.run.streaming)
@@ -98,14 +102,16 @@ def load_models(
     }
 
 
-def _checked(chosen: command_line.Settings, draft: str) -> "tuple[str | checkpoint.Checkpoint, checkpoint.Checkpoint]":
+def _checked(
+    chosen: command_line.Settings, draft: str, target: "checkpoint.Checkpoint | None"
+) -> "tuple[str | checkpoint.Checkpoint, checkpoint.Checkpoint]":
     """Opens draft and target without their weights, and refuses what does not fit; a name stays a name."""
     from jdecode import drafts  # late: it imports jax
     from jdecode.weights import checkpoint
 
     with _as_draft():
         opened = draft if draft in DRAFTS_WITHOUT_WEIGHTS else checkpoint.open_checkpoint(draft)
-    target = checkpoint.open_checkpoint(chosen.source)
+    target = checkpoint.open_checkpoint(chosen.source) if target is None else target
     own = chosen.run.streaming
     if own is not None:
         streaming.check(target.config, own)

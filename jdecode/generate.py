@@ -4,19 +4,34 @@ import argparse
 import dataclasses
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdecode import command_line, config, draft_arguments, eviction_arguments, prompt_arguments
+from jdecode import (
+    command_line,
+    config,
+    draft_arguments,
+    eviction_arguments,
+    flag_names,
+    prefix_arguments,
+    prompt_arguments,
+)
 
 if TYPE_CHECKING:
-    import jdecode
     from jdecode import generation, language_model
 
 NAME = "jdecode.generate"
-PREFIX_CACHE_PAGES = 512  # of 16 tokens; what the folder of a new --prefix-cache has room for
+_REQUEST_FLAGS = {
+    "cache dtype": "--kv-dtype",
+    "cache eviction": "--eviction",
+    "capacity": "--capacity",
+    "draft": "--draft",
+    "logprobs": "--logprobs",
+    "num_draft_tokens": "--num-draft-tokens",
+    "stop": "--stop",
+    "stop_token_ids": "--stop-token-id",
+}
 _EPILOG = """examples:
   python -m jdecode.generate --config smollm2_135m.yaml --prompt 'The capital of France is'
   python -m jdecode.generate --weights model.gguf --chat 'Why is the sky blue?' --temperature 0.8 --top-p 0.95
@@ -77,13 +92,7 @@ def build_parser() -> command_line.ArgumentParser:
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's own end tokens")
     draft_arguments.add_arguments(parser)
-    group = parser.add_argument_group("prompts of earlier runs")
-    group.add_argument(
-        "--prefix-cache",
-        metavar="FOLDER",
-        type=command_line.plain_text,
-        help="do not compute again what this prompt has in common with those kept there, and keep it there, too",
-    )
+    prefix_arguments.add_arguments(parser)
     _add_output_arguments(parser)
     return parser
 
@@ -205,16 +214,6 @@ def _stream(
     return stream.result
 
 
-def _open_prefix_cache(
-    lm: "language_model.LanguageModel", name: str, cache: config.CacheConfig
-) -> "jdecode.PrefixCache":
-    """Loads what a folder holds; one that is empty or not there yet will hold what this run keeps."""
-    folder = pathlib.Path(name)
-    if folder.exists() and any(folder.iterdir()):
-        return lm.load_prefix_cache(folder)
-    return lm.init_prefix_cache(num_pages=PREFIX_CACHE_PAGES, cache=cache)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Asked:
     """What the model reads: ids, the text that is shown for them, and what was left out of the prompt if anything."""
@@ -232,14 +231,17 @@ def _main(argv: Sequence[str] | None) -> None:
     cache = eviction_arguments.settings(arguments, chosen.run.cache)
     shortening = prompt_arguments.shortening(arguments)
     prompt = _read_prompt(arguments, chosen.run)
-    lm, drafting = draft_arguments.load_models(chosen, speculative)
+    opened = None
+    if arguments.prefix_cache is not None:
+        opened = prefix_arguments.check(arguments.prefix_cache, chosen, cache)
+    lm, drafting = draft_arguments.load_models(chosen, speculative, opened)
     asked = _Asked(prompt_ids=_encode(lm, prompt), echo=_echo(lm, prompt))
     if shortening is not None:
         draft = drafting.get("draft")
         short = prompt_arguments.shorten(lm, asked.prompt_ids, shortening, message=prompt.chat, draft=draft)
         echo = asked.echo if prompt.chat is not None or short.text is None else short.text
         asked = _Asked(prompt_ids=list(short.ids), echo=echo, compression=short.stats)
-    request = {
+    request: dict[str, Any] = {
         "max_new_tokens": chosen.run.max_new_tokens,
         "sampling": chosen.run.sampling,
         "num_samples": arguments.num_samples,
@@ -251,12 +253,12 @@ def _main(argv: Sequence[str] | None) -> None:
         "capacity": chosen.capacity,
         **drafting,
     }
-    if arguments.prefix_cache is None:
+    with flag_names.named(_REQUEST_FLAGS):
+        if arguments.prefix_cache is not None:
+            request["prefix_cache"] = prefix_arguments.open_cache(lm, arguments.prefix_cache, cache)
         _answer(lm, arguments, asked, request)
-        return
-    prefix_cache = _open_prefix_cache(lm, arguments.prefix_cache, cache)
-    _answer(lm, arguments, asked, {**request, "prefix_cache": prefix_cache})
-    prefix_cache.save(arguments.prefix_cache)
+    if arguments.prefix_cache is not None:
+        prefix_arguments.save(request["prefix_cache"], arguments.prefix_cache)
 
 
 def _answer(

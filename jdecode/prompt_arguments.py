@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jdecode import command_line
+from jdecode import command_line, flag_names
 
 if TYPE_CHECKING:
     from jdecode import language_model
@@ -120,7 +120,13 @@ def shorten(
         if start < 0:
             raise ValueError("--prompt-budget: expected a chat template that writes the message as it is; use --prompt")
         protected += [(0, start), (start + len(message), len(text))]
-    try:
+    flags = {
+        "protected": "--prompt-keep",
+        "question": "--prompt-question",
+        "budget": "--prompt-budget",
+        "unit": "--prompt-unit",
+    }
+    with flag_names.named(flags):
         return compress.compress_prompt(
             lm,
             ids,
@@ -130,15 +136,6 @@ def shorten(
             unit=asked.unit,
             scorer=None if draft is None or isinstance(draft, str) else token_scorer.ModelScorer(lm=draft),
         )
-    except ValueError as error:
-        names = {
-            "protected": "--prompt-keep",
-            "question": "--prompt-question",
-            "budget": "--prompt-budget",
-            "unit": "--prompt-unit",
-        }
-        name, _, rest = str(error).partition(":")
-        raise ValueError(f"{names[name]}:{rest}" if name in names else str(error)) from None
 
 
 def print_statistics(stats: dict[str, Any]) -> None:

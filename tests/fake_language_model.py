@@ -45,11 +45,17 @@ class FakeStream:
 
 
 class FakePrefixCache:
+    page_len = 16
+
     def __init__(self, lm: "FakeLanguageModel") -> None:
         self.lm = lm
+        self.statistics = types.SimpleNamespace(num_pages=512, prompts_not_kept=0)
+        self.error: Exception | None = None
 
     def save(self, folder: Any) -> None:
         self.lm.calls.append(("save", {"folder": folder}))
+        if self.error is not None:
+            raise self.error
 
 
 class FakeChatSession:
@@ -80,6 +86,7 @@ class FakeLanguageModel:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.error: BaseException | None = None
         self.reply = REPLY
+        self.stats: dict[str, Any] = {}  # more of them
         self.config = config.ModelConfig(
             vocab_size=11,
             hidden_size=6,
@@ -91,6 +98,7 @@ class FakeLanguageModel:
             norm_eps=1e-5,
         )
         self.tokenizer = FakeTokenizer()
+        self.prefix_cache = FakePrefixCache(self)
 
     def result(self, prompts: list[list[int]], texts: list[str]) -> types.SimpleNamespace:
         ids = [[ord(c) for c in text] for text in texts]
@@ -104,7 +112,7 @@ class FakeLanguageModel:
             top_logprobs=[[[(65, -0.25), (66, -np.inf)]] * width for _ in texts],
             prompt_tokens=prompts,
             seeds=[7 + row for row in range(len(texts))],
-            stats=dict(STATS),
+            stats={**STATS, **self.stats},
         )
 
     def load(self, source: str, **arguments: Any) -> "FakeLanguageModel":
@@ -136,11 +144,11 @@ class FakeLanguageModel:
 
     def init_prefix_cache(self, **arguments: Any) -> "FakePrefixCache":
         self.calls.append(("init_prefix_cache", arguments))
-        return FakePrefixCache(self)
+        return self.prefix_cache
 
     def load_prefix_cache(self, folder: Any) -> "FakePrefixCache":
         self.calls.append(("load_prefix_cache", {"folder": folder}))
-        return FakePrefixCache(self)
+        return self.prefix_cache
 
     def chat_session(self, **arguments: Any) -> FakeChatSession:
         self.calls.append(("chat_session", arguments))

@@ -125,24 +125,6 @@ def test_what_the_cache_keeps(lm, tmp_path: pathlib.Path, capsys):
     assert "expected a whole number from 2" in refused(capsys, *flags, "--eviction", "h2o", "--cache-budget", "1")
 
 
-def test_prefix_cache_is_made_or_loaded_and_then_saved(lm, tmp_path: pathlib.Path, capsys):
-    folder = tmp_path / "prefixes"
-    flags = ["--weights", "w", "--prompt", "a", "--kv-dtype", "int8", "--prefix-cache", str(folder)]
-    assert generate.main(flags) == 0
-    made = {"num_pages": generate.PREFIX_CACHE_PAGES, "cache": config.CacheConfig(dtype="int8")}
-    assert lm.asked("init_prefix_cache") == made
-    assert isinstance(lm.asked("generate")["prefix_cache"], fake_language_model.FakePrefixCache)
-    assert lm.calls[-1] == ("save", {"folder": str(folder)})
-    folder.mkdir()
-    (folder / "prefix_cache.json").write_text("{}")
-    lm.calls.clear()
-    assert generate.main([*flags, "--json"]) == 0
-    assert lm.asked("load_prefix_cache") == {"folder": folder}
-    assert [name for name, _ in lm.calls][-2:] == ["generate", "save"]
-    capsys.readouterr()
-    assert "--prefix-cache: expected some text" in refused(capsys, "--weights", "w", "--prefix-cache", "")
-
-
 def test_flag_wins_over_config_and_config_over_default(lm, tmp_path: pathlib.Path):
     (tmp_path / "c.yaml").write_text(
         "weights: from_config\nprompt: q\nmax_new_tokens: 5\nsampling: {temperature: 0.5, top_k: 3}\n"

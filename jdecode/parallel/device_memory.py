@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 GIBIBYTE = 2.0**30
+LESS_FOR_A_REQUEST = "lower max_new_tokens, the capacity, the number of rows or the width of the cache's dtype"
 
 
 def total_bytes(mesh: jax.sharding.Mesh | None) -> int | None:
@@ -21,13 +22,16 @@ def total_bytes(mesh: jax.sharding.Mesh | None) -> int | None:
     return None if None in limits else sum(limit for limit in limits if limit is not None)
 
 
-def check(tree: Any, mesh: jax.sharding.Mesh | None, what: str, *, times: int = 1) -> None:
+def check(
+    tree: Any, mesh: jax.sharding.Mesh | None, what: str, *, times: int = 1, remedy: str = LESS_FOR_A_REQUEST
+) -> None:
     """Refuses a tree of shapes that no allocation could hold.
 
     Args:
       tree: leaves with ``shape`` and ``dtype``.
       what: words for the message.
       times: how many such trees are needed.
+      remedy: what needs less.
 
     Raises:
       ValueError: its bytes are more than ``total_bytes``.
@@ -36,6 +40,5 @@ def check(tree: Any, mesh: jax.sharding.Mesh | None, what: str, *, times: int = 
     limit = total_bytes(mesh)
     if limit is not None and needed > limit:
         raise ValueError(
-            f"memory: expected at most {limit / GIBIBYTE:.1f} GiB, got {needed / GIBIBYTE:.1f} GiB for {what}; "
-            "lower max_new_tokens, the capacity, the number of rows or the width of the cache's dtype"
+            f"memory: expected at most {limit / GIBIBYTE:.1f} GiB, got {needed / GIBIBYTE:.1f} GiB for {what}; {remedy}"
         )

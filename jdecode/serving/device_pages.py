@@ -59,7 +59,8 @@ class DevicePages:
     ) -> None:
         self.num_pages, self.page_len, self.mesh = num_pages, page_len, mesh
         self._init = functools.partial(page_copies.init, config, codec, num_pages=num_pages, page_len=page_len)
-        device_memory.check(jax.eval_shape(self._init), mesh, f"a prefix cache of {num_pages} pages x {page_len} slots")
+        what = f"a prefix cache of {num_pages} pages x {page_len} slots"
+        device_memory.check(jax.eval_shape(self._init), mesh, what, remedy="take fewer, or a narrower cache dtype")
         self.stores: page_copies.Pages = self._init(mesh=mesh)
 
     @property

@@ -22,7 +22,7 @@ from jdecode import config as config_lib
 from jdecode.cache import allocate, codec_plain, codec_token, layout_full, layout_ring
 from jdecode.decode import prompt_reader
 from jdecode.models import digest, transformer
-from jdecode.serving import device_pages, prefix_files, prefix_nodes, prefix_reader, prefix_store
+from jdecode.serving import device_pages, prefix_files, prefix_folder, prefix_nodes, prefix_reader, prefix_store
 from jdecode.serving.prefix_namespace import Namespace
 
 DEFAULT_PAGE_LEN = 16
@@ -123,11 +123,7 @@ class PrefixCache:
         """
         self._owner = self._owner.accept(model, params, mesh)
         resolved = resolve(cache, model.dtype)
-        if resolved.dtype != self.cache.dtype:
-            raise ValueError(
-                f"cache dtype: expected {self.cache.dtype}, that of the prefix cache, got {resolved.dtype}; give the "
-                f"request cache=CacheConfig(dtype={self.cache.dtype!r})"
-            )
+        check_dtype(resolved.dtype, self.cache.dtype)
         check_copies(model.config, resolved, model.dtype)
         namespace = Namespace(model=self._owner.digest, cache=resolved, salt=self._salt_digest)
         return prefix_reader.PrefixReader(store=self._store, namespace=namespace)
@@ -135,9 +131,11 @@ class PrefixCache:
     def save(self, folder: str | pathlib.Path) -> None:
         """Writes what is held, for all salts, to be read by ``LanguageModel.load_prefix_cache``.
 
-        What the folder held of another prefix cache is replaced at the end, or, where writing fails, not at all.
+        What the folder held of another prefix cache is replaced at the end, or, where writing fails, not at all. Saves
+        of several processes wait for each other, and the last one stays.
 
         Raises:
+          ValueError: it is no folder, or holds other files and no prefix cache.
           OSError: it cannot be written.
         """
         device = self._store.device
@@ -204,10 +202,32 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     salt: str | None = None,
 ) -> PrefixCache:
-    """Reads what ``PrefixCache.save`` wrote. See ``LanguageModel.load_prefix_cache``."""
+    """Reads what ``PrefixCache.save`` wrote. See ``LanguageModel.load_prefix_cache``.
+
+    What another process saves meanwhile takes the pages away that are being read here: then that is read.
+    """
     salt_digest = _salt_digest(salt)
     contents, pages_path = prefix_files.load(folder)
     owner = Owner.of(model, params, mesh)
+    while True:
+        store = _plant(folder, contents, owner, model, mesh)
+        try:
+            prefix_files.fill(store.device, pages_path, store.tree.num_pages)
+            return PrefixCache(store, owner, cache=contents.cache, salt_digest=salt_digest)
+        except ValueError:
+            before, (contents, pages_path) = pages_path, prefix_files.load(folder)
+            if pages_path == before:
+                raise
+
+
+def _plant(
+    folder: str | pathlib.Path,
+    contents: prefix_files.Contents,
+    owner: Owner,
+    model: transformer.Transformer,
+    mesh: jax.sharding.Mesh | None,
+) -> prefix_store.PrefixStore:
+    """Makes the tree that a JSON file tells of, over pages that are still to be filled."""
     if contents.model != owner.digest:
         raise ValueError(
             f"{folder}: expected a prefix cache of this model in {model.dtype} (digest {owner.digest[:12]}), got one "
@@ -215,14 +235,13 @@ def load(
         )
     num_held = sum(len(node.pages) for node in contents.nodes)
     most = max((max(node.tokens, default=0) for node in contents.nodes), default=0)
-    with prefix_files.named(pathlib.Path(folder) / prefix_files.JSON_NAME):
+    with prefix_files.named(pathlib.Path(folder) / prefix_folder.JSON_NAME):
         config_lib.check(num_held <= contents.num_pages, f"expected at most {contents.num_pages} pages, got {num_held}")
         config_lib.check(most < model.config.vocab_size, f"expected token ids of this model, got {most}")
         store = _make_store(model, contents.cache, contents.num_pages, contents.page_len, mesh, None)
         store.tree.pool.allocate(num_held)  # a new pool hands out its pages from 0 on
         store.tree.plant(contents.nodes)
-    prefix_files.fill(store.device, pages_path, num_held)
-    return PrefixCache(store, owner, cache=contents.cache, salt_digest=salt_digest)
+    return store
 
 
 def _make_store(
@@ -246,6 +265,15 @@ def resolve(cache: config_lib.CacheConfig, compute_dtype: str) -> config_lib.Cac
     """Returns a config with its dtype by name and without slack, which changes no keys and values."""
     dtype = compute_dtype if cache.dtype == "auto" else cache.dtype
     return dataclasses.replace(cache, dtype=dtype, slack=0)
+
+
+def check_dtype(asked: str, held: str) -> None:
+    """Refuses a request whose keys and values are stored otherwise than those that are held."""
+    config_lib.check(
+        asked == held,
+        f"cache dtype: expected {held}, that of the prefix cache, got {asked}; take that dtype for the request, or "
+        "another prefix cache",
+    )
 
 
 def check_copies(config: config_lib.ModelConfig, cache: config_lib.CacheConfig, compute_dtype: str) -> None:

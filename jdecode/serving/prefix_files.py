@@ -1,14 +1,14 @@
-"""A prefix cache on disk: a JSON file of what is known, and a safetensors file of the pages.
+"""A prefix cache on disk: a JSON file of what is known, and a safetensors file of the pages, in one ``prefix_folder``.
 
-::
+A save can end at any point, however it ends, and the folder holds what it held before or all that is new::
 
-    folder/prefix_cache.json             the model's digest, the cache's config, the nodes of the tree, their digest
-           pages-<digest>.safetensors    the pages that are held, leaf by leaf, in the order of the nodes
+    pages -> .pages    what is known -> .json    both are on the disk before either has its name
+    .pages -> pages-<digest>.safetensors         beside the old ones: nothing names it yet
+    .json  -> prefix_cache.json                  in one step: from here on the new ones count
+    the old pages go
 
-The pages are written first, under a name made of their digest, and then the JSON file, which names them, takes the
-place of the old one in one step: a save that fails at any point leaves what was there before. Everything is checked
-before it is used. Digests find damage. They do not prove who wrote a file, so read none that a stranger could have
-written.
+Everything is checked before it is used. Digests find damage. They do not prove who wrote a file, so read none that a
+stranger could have written.
 
 Salts are there as digests only.
 """
@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,13 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdecode import config as config_lib
-from jdecode.serving import device_pages, pages, prefix_nodes, prefix_snapshot
+from jdecode.serving import device_pages, pages, prefix_folder, prefix_nodes, prefix_snapshot
 from jdecode.serving.prefix_namespace import Namespace
 from jdecode.weights import json_file, safetensors_file, safetensors_write, stored_tensor
 
-JSON_NAME = "prefix_cache.json"
 FORMAT = "jdecode.prefix_cache.1"
-_PAGES_NAME = re.compile(r"pages-[0-9a-f]{64}\.safetensors")
 _FIELDS = {"format", "model", "cache", "num_pages", "page_len", "namespaces", "nodes", "pages_file", "digest"}
 _READ_BYTES = 2**22
 
@@ -61,34 +58,37 @@ def save(folder: str | pathlib.Path, contents: Contents, device: device_pages.De
     """Writes a prefix cache; what the folder held of another is replaced at the end, or not at all.
 
     Args:
-      folder: made when absent.
+      folder: made when absent. While another process saves there, this waits.
       contents: the nodes' pages are those of ``device``.
 
     Raises:
+      ValueError: it is no folder, or holds what is not ours and no prefix cache.
       OSError: it cannot be written.
     """
     folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    prefix_folder.is_held(folder)
     page_X = np.asarray([page for node in contents.nodes for page in node.pages], np.int32)
     tensors = {name: _tensor(leaf, page_X) for name, leaf in _named_leaves(device)}
     digest = hashlib.blake2b(digest_size=32)
-    temporary = [folder / f".{name}.{os.getpid()}" for name in ("pages", "json")]
-    try:
-        safetensors_write.write(temporary[0], tensors, digest=digest)
-        pages_file = f"pages-{digest.hexdigest()}.safetensors"
-        values = {**_values(contents), "pages_file": pages_file}
-        temporary[1].write_bytes(json.dumps({**values, "digest": _digest(values)}).encode())
-        for path in temporary:
-            _flush(path)
-        os.replace(temporary[0], folder / pages_file)
-        os.replace(temporary[1], folder / JSON_NAME)
-        _flush(folder)
-    finally:
-        for path in temporary:
-            path.unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if _PAGES_NAME.fullmatch(path.name) and path.name != pages_file:
-            path.unlink(missing_ok=True)
+    writing = pages_path, json_path = folder / prefix_folder.WRITING_PAGES, folder / prefix_folder.WRITING_JSON
+    with prefix_folder.alone(folder):
+        try:
+            for path in writing:
+                path.unlink(missing_ok=True)  # of a save that was killed, perhaps another user's
+            safetensors_write.write(pages_path, tensors, digest=digest)
+            pages_file = f"pages-{digest.hexdigest()}.safetensors"
+            values = {**_values(contents), "pages_file": pages_file}
+            json_path.write_bytes(json.dumps({**values, "digest": _digest(values)}).encode())
+            for path in writing:
+                _flush(path)
+            os.replace(pages_path, folder / pages_file)
+            _flush(folder)  # names reach the disk in no order of their own
+            os.replace(json_path, folder / prefix_folder.JSON_NAME)
+            _flush(folder)
+        finally:
+            for path in writing:
+                path.unlink(missing_ok=True)
+        prefix_folder.sweep(folder, pages_file)
 
 
 def load(folder: str | pathlib.Path) -> tuple[Contents, pathlib.Path]:
@@ -97,7 +97,7 @@ def load(folder: str | pathlib.Path) -> tuple[Contents, pathlib.Path]:
     Raises:
       ValueError: one line: it is missing, damaged, or of another format.
     """
-    path = pathlib.Path(folder) / JSON_NAME
+    path = pathlib.Path(folder) / prefix_folder.JSON_NAME
     values = json_file.read_object(path)
     with named(path):
         got = values.get("format")
@@ -106,7 +106,7 @@ def load(folder: str | pathlib.Path) -> tuple[Contents, pathlib.Path]:
         found = values.pop("digest")
         config_lib.check(found == _digest(values), "digest: expected that of the contents, got another; it is damaged")
         pages_file = values["pages_file"]
-        is_name = isinstance(pages_file, str) and _PAGES_NAME.fullmatch(pages_file) is not None
+        is_name = isinstance(pages_file, str) and prefix_folder.PAGES_NAME.fullmatch(pages_file) is not None
         config_lib.check(is_name, f"pages_file: expected pages-<digest>.safetensors, got {str(pages_file)[:90]!r}")
         return _contents(values), path.parent / pages_file
 
@@ -130,12 +130,16 @@ def fill(device: device_pages.DevicePages, path: pathlib.Path, num_held: int) ->
         config_lib.check(got == expected, f"{path}: {name}: expected {expected}, got {got}; it is another cache's")
     config_lib.check(len(tensors) == len(leaves), f"{path}: expected {len(leaves)} tensors, got {len(tensors)}")
     digest = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    is_whole = path.name == f"pages-{digest.hexdigest()}.safetensors"
-    config_lib.check(is_whole, f"{path}: expected the contents of its name's digest, got others; it is damaged")
-    device.put_leaves([_whole_leaf(leaf, tensors[name]) for name, leaf in leaves.items()])
+    try:
+        with path.open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                digest.update(data)
+        is_whole = path.name == f"pages-{digest.hexdigest()}.safetensors"
+        config_lib.check(is_whole, f"{path}: expected the contents of its name's digest, got others; it is damaged")
+        whole_leaves = [_whole_leaf(leaf, tensors[name]) for name, leaf in leaves.items()]
+    except OSError as error:
+        raise ValueError(f"{path}: expected a readable file, got: {error.strerror or error}") from error
+    device.put_leaves(whole_leaves)
 
 
 def _named_leaves(device: device_pages.DevicePages) -> Iterator[tuple[str, jax.Array]]:

@@ -173,10 +173,19 @@ def test_rebound_column_is_claimed_before_the_old_page_goes(pool: pages.PagePool
     assert pool.references(page) == 1 and table.append(1).copies == ((page, table.pages[1]),)
 
 
-@pytest.mark.parametrize(("ids", "length"), [((0,), 4), ((0, 1), 3), ((), 1), ((0, 5), 4), ((0, 11), 4)])
-def test_table_of_given_pages_has_just_those_and_none_that_is_free(pool: pages.PagePool, ids, length):
+@pytest.mark.parametrize(
+    ("ids", "length", "message"),
+    [
+        ((0,), 4, "pages: expected 2 for a length of 4 tokens, got 1"),
+        ((0, 1), 3, "pages: expected 1 for a length of 3 tokens, got 2"),
+        ((), 1, "pages: expected 1 for a length of 1 tokens, got 0"),
+        ((0, 5), 4, "page 5: expected a used or cached page to share, got a free one"),
+        ((0, 11), 4, "page: expected an id from 0 to 10, got 11"),
+    ],
+)
+def test_table_of_given_pages_has_just_those_and_none_that_is_free(pool: pages.PagePool, ids, length, message):
     pool.allocate(3)
-    with pytest.raises(ValueError, match="page"):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         page_table.PageTable(pool, max_pages=4, pages=ids, length=length)
     assert _counts(pool) == (8, 3, 0) and pool.references(0) == 1
 

@@ -102,7 +102,8 @@ def test_ids_of_numpy_are_ids(pool: pages.PagePool):
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (-1, 3), (True, 3), (2.0, 3)])
 def test_sizes_of_a_pool_are_counts(sizes):
-    with pytest.raises(ValueError, match="expected a count of at least 1"):
+    name, got = ("page_len", sizes[1]) if sizes[0] == 3 else ("num_pages", sizes[0])
+    with pytest.raises(ValueError, match=f"^{name}: expected a count of at least 1, got {got}$"):
         pages.PagePool(num_pages=sizes[0], page_len=sizes[1])
 
 

@@ -202,7 +202,7 @@ def test_digest_knows_every_array_by_its_name_and_shape():  # 5.5
 
 def test_request_of_another_dtype_is_refused():
     prefixes = init(cache=INT8)
-    with pytest.raises(ValueError, match=r"cache dtype: expected int8, .*, got float32; give .*dtype='int8'"):
+    with pytest.raises(ValueError, match="cache dtype: expected int8, that of the prefix cache, got float32; take"):
         prefixes.reader(LM.model, LM.params, AUTO)
 
 
@@ -225,8 +225,16 @@ def test_what_is_not_known_to_be_copied_is_refused(monkeypatch):
         prefixes.reader(LM.model, LM.params, CacheOfTomorrow(tomorrow=3))
     with pytest.raises(ValueError, match="cache eviction: expected none beside a prefix cache, got snapkv"):
         prefixes.reader(LM.model, LM.params, config_lib.CacheConfig(budget=3, eviction="snapkv"))
-    for refused in (config_lib.CacheConfig(dtype="int4"), config_lib.CacheConfig(layout="paged")):
-        with pytest.raises(ValueError, match=r"expected .* beside a prefix cache"):
+    each = "cache dtype: expected one that stores each token for itself"
+    for refused, message in (
+        (config_lib.CacheConfig(dtype="int4"), f"{each} beside a prefix cache, got 'int4'"),
+        (config_lib.CacheConfig(dtype="int8_channel"), f"{each} beside a prefix cache, got 'int8_channel'"),
+        (
+            config_lib.CacheConfig(layout="paged"),
+            "cache layout: expected auto or full beside a prefix cache, got 'paged'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}; "):
             LM.init_prefix_cache(num_pages=4, cache=refused)
     with monkeypatch.context() as patch:
         patch.setattr(allocate, "layer_layout", lambda layer, cache, capacity: OtherLayout(capacity=capacity))
@@ -240,15 +248,23 @@ def test_what_is_not_known_to_be_copied_is_refused(monkeypatch):
         init()
 
 
-@pytest.mark.parametrize("page_len, num_pages", [(0, 4), (2, 0), (True, 4), (2, 2**40)])
-def test_sizes_are_refused(page_len, num_pages):
-    with pytest.raises(ValueError, match=r"page_len: expected|num_pages: expected|memory: expected"):
+@pytest.mark.parametrize(
+    "page_len, num_pages, message",
+    [
+        (0, 4, "page_len: expected a count of at least 1, got 0$"),
+        (True, 4, "page_len: expected a count of at least 1, got True$"),
+        (2, 0, "num_pages: expected a count of at least 1, got 0$"),
+        (2, 2**40, f"memory: expected at most .* for a prefix cache of {2**40} pages x 2 slots; take fewer, or"),
+    ],
+)
+def test_sizes_are_refused(page_len, num_pages, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         LM.init_prefix_cache(num_pages=num_pages, page_len=page_len)
 
 
-@pytest.mark.parametrize("salt", ["", 3])
-def test_salts_are_texts(salt):
-    with pytest.raises(ValueError, match="salt: expected some text or None"):
+@pytest.mark.parametrize("salt, got", [("", "an empty text"), (3, "int"), (b"secret", "bytes")])
+def test_salts_are_texts(salt, got):
+    with pytest.raises(ValueError, match=f"^salt: expected some text or None, got {got}$"):
         init(salt=salt)
 
 
@@ -349,8 +365,12 @@ def test_rows_that_are_not_finite_are_not_kept():
 def test_empty_prompts_and_wrong_rows_are_refused():
     prefixes = init()
     reader = prefixes.reader(LM.model, LM.params, AUTO)
-    for prompts in ([[]], [[1], [2]], [text(65)]):
-        with pytest.raises(ValueError, match=r"prompt|capacity"):
+    for prompts, message in (
+        ([[]], "prompt of row 0: expected at least one token, got none"),
+        ([[1], [2]], "prompts: expected 1, one for each row of the cache, got 2"),
+        ([text(65)], "capacity: expected room for 65 tokens in row 0 .*, got 64 slots"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
             reader.read(LM.model, LM.params, prompts, LM.init_cache(batch_size=1, capacity=64))
     check_accounts(prefixes)
     assert prefixes.statistics.prompts == 0
