@@ -110,15 +110,16 @@ def _heads(question: Question) -> list[Variant]:
 def _dtypes(question: Question) -> list[Variant]:
     plan = question.plan
     variants = []
-    # Groups of tokens are neither kept in pages nor evicted from.
-    is_by_slot = plan.cache.layout == "paged" or plan.cache.eviction is not None
     for dtype in config_lib.CACHE_DTYPES:
-        if dtype != "auto" and not (is_by_slot and dtype in config_lib.GROUPED_DTYPES):
-            # Named as the plan names it, so that the planned one compares equal.
-            same = dtype == plan.dtype
-            group_len = plan.cache.group_len if dtype in config_lib.GROUPED_DTYPES else config_lib.GROUP_LEN
-            cache = plan.cache if same else dataclasses.replace(plan.cache, dtype=dtype, group_len=group_len)
-            variants.append(_cache_variant(question, dtype, dataclasses.replace(plan, cache=cache)))
+        is_by_group = dtype in config_lib.GROUPED_DTYPES
+        if dtype == "auto" or (is_by_group and plan.cache.eviction is not None):  # groups are not evicted from
+            continue
+        cache = plan.cache  # named as the plan names it, where it is the planned one, which so compares equal
+        if dtype != plan.dtype:
+            group_len = cache.group_len if is_by_group else config_lib.GROUP_LEN
+            page_len = None if is_by_group and (cache.page_len or 0) % group_len else cache.page_len
+            cache = dataclasses.replace(cache, dtype=dtype, group_len=group_len, page_len=page_len)
+        variants.append(_cache_variant(question, dtype, dataclasses.replace(plan, cache=cache)))
     return sorted(variants, key=lambda variant: -variant.formula_bytes)
 
 
@@ -152,12 +153,13 @@ def _pages(question: Question) -> list[Variant]:
     own = paged = plan
     if plan.cache.layout == "paged":
         own = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto", page_len=None))
-    elif plan.cache.dtype not in config_lib.GROUPED_DTYPES:
+    else:
         paged = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache.without_eviction(), layout="paged"))
     variants = [_cache_variant(question, "every row its own slots", own)]
-    if plan.mesh.data > 1 or paged is own:  # rows that are split over devices have no common pool, nor have groups
+    if plan.mesh.data > 1:  # rows that are split over devices have no common pool
         return variants
-    layout = ledger_lib.abstract_cache(paged).paged_layout
+    cache = ledger_lib.abstract_cache(paged)
+    layout = cache.paged_layout
     if layout is None:
         return variants
     variants.append(_cache_variant(question, f"pages of {layout.page_len}, and rings for windows", paged))
@@ -166,7 +168,7 @@ def _pages(question: Question) -> list[Variant]:
     many = dataclasses.replace(own, batch_size=count * own.batch_size)
     whole = dataclasses.replace(_cache_variant(question, f"{samples}: own slots", many), plan=None)
     # A prompt's full pages once, and for each sample the columns after them.
-    num_full = prompt_len // layout.page_len
+    num_full = int(cache.codec.stored_len(jnp.int32(prompt_len))) // layout.page_len
     num_pages = plan.batch_size * (num_full + count * (layout.num_columns - num_full))
     many = dataclasses.replace(paged, batch_size=count * paged.batch_size)
     in_pages = sum(
@@ -245,8 +247,8 @@ def attention_temporaries(plan: ledger_lib.Plan, backend: str, block_len: int) -
     def attend(q_BTNH: jax.Array, query_position_BT: jax.Array, cache: kv_cache.KVCache):
         own = cache.stores[layer_idx]
         seen = segment.Segment(
-            keys=cache.rows(layer_idx, own.keys),
-            values=cache.rows(layer_idx, own.values),
+            keys=cache.rows(idx, own.keys),
+            values=cache.rows(idx, own.values),
             position_BS=cache.positions[idx],
             first_slot=jnp.int32(0),
             end_slot=query_position_BT.max() + 1,
@@ -276,7 +278,7 @@ WAYS: tuple[Way, ...] = (
         costs="rounding of keys and values: bfloat16 keeps 8 bits of a number, float16 11 but no number over 65,504; "
         "mean KL to float32 in nats, SmolLM2-135M / Gemma 3 270M: bfloat16 6e-5 / 4e-5, int8 4e-4 / 1e-3, fp8 "
         "7e-3 / 1.2e-2, and, with the latest tokens exact, int8_channel 5e-5 / 4e-5, int4 4e-3 / 3e-3 (pieces of 512)",
-        suits="every layout; int8_channel and int4 neither in pages nor beside an eviction; --kv-dtype",
+        suits="every layout; int8_channel and int4 not beside an eviction, and in pages of whole groups; --kv-dtype",
         variants=_dtypes,
     ),
     Way(
@@ -293,7 +295,8 @@ WAYS: tuple[Way, ...] = (
         name="pages that rows share",
         shrinks="rows with a common beginning: its full pages are held once, and a copy of none is made",
         formula="2·L·Z·K·H·b a page; N samples of a prompt with F full pages, of C: F + N·(C - F) pages",
-        costs="none in quality: the same numbers, found by a table of 4 bytes a column; the last is full in part",
+        costs="none in quality: the same numbers, found by a table of 4 bytes a column; the last is full in part, "
+        "and int8_channel and int4 share settled groups alone",
         suits="num_samples, prompts with one beginning; full layers, on a mesh without a data axis; layout: paged",
         variants=_pages,
     ),
