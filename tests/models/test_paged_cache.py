@@ -18,9 +18,9 @@ from tests import tiny_model, tiny_models
 from tests.speculative import drafts_under_test
 
 NUM_PAGES = 23
-# Pages of one layer; and of two beside rings, one of them with a window that is only a mask.
+# Pages of one layer; and of two beside rings, one of them with sinks and a window that is only a mask.
 FULL = dataclasses.replace(tiny_models.MIXED, layers=tiny_models.MIXED.layers[2:])
-WIDE = dataclasses.replace(tiny_models.MIXED.layers[0], window=99)
+WIDE = dataclasses.replace(tiny_models.MIXED.layers[1], window=99, num_sinks=6)
 MIXED = dataclasses.replace(tiny_models.MIXED, layers=(*tiny_models.MIXED.layers, WIDE))
 DTYPES = [name for name in config.CACHE_DTYPES if name != "auto"]
 CAPACITY = 16
