@@ -168,6 +168,17 @@ def test_pages_and_blocks_of_other_lengths(dtype, size, monkeypatch):
         tiny_models.assert_rows_close(got, tiny_models.whole(reference, params, rows, 16))
 
 
+# More sinks than a block of attention has slots, and no whole number of pages.
+def test_many_sinks():
+    layer = dataclasses.replace(tiny_models.MIXED.layers[1], window=40, num_sinks=300)
+    model_config, own = dataclasses.replace(FULL, layers=(layer,)), config.CacheConfig(layout="paged")
+    model, params, rows = transformer.Transformer(model_config), tiny_models.random_params(FULL), [[*range(1, 29)] * 11]
+    cache = allocate.init_cache(model_config, own, batch_size=1, capacity=320, compute_dtype="float32")
+    got, _ = tiny_models.feed(model, params, rows, cache, 308)
+    expected = tiny_models.whole(dataclasses.replace(model, backend="reference"), params, rows, 308)
+    tiny_models.assert_rows_close(got, expected)
+
+
 # A page that comes back for another column, or row, holds old numbers or poison, which no position may vouch for.
 @pytest.mark.parametrize(
     ("dtype", "held", "back"),
