@@ -139,13 +139,14 @@ def test_pages_by_hand(layout):
     assert [variant.is_planned for variant in own] == [layout == "auto", layout == "paged", False, False]
 
 
-# Of a prompt of 20 tokens with two after a group 16 are settled: two of five pages of a group, or one of three of two.
-@pytest.mark.parametrize(("layout", "page_len", "columns", "full"), [("auto", None, 5, 2), ("paged", 16, 3, 1)])
+# With five tokens after a group 8 of a prompt of 20 are settled: one of five pages of a group, or none of three of two.
+@pytest.mark.parametrize(("layout", "page_len", "columns", "full"), [("auto", None, 5, 1), ("paged", 16, 3, 0)])
 def test_pages_of_groups_by_hand(layout, page_len, columns, full):
     model = dataclasses.replace(MIXED, layers=MIXED.layers[2:])
-    question = question_of(model, layout=layout, page_len=page_len, dtype="int4", group_len=8)
+    question = question_of(model, layout=layout, page_len=page_len, dtype="int4", group_len=8, slack=4)
     every, paged, samples, shared = variants("pages that rows share", question)
-    row, latest, slots = 4 * 6, 2 * 2 * 4 * 6 * (8 + 2), (page_len or 8) * columns  # bytes of a slot's keys and values
+    # Bytes of a slot's keys and values, and of the latest tokens': a group, five and four to be taken back.
+    row, latest, slots = 4 * 6, 2 * 2 * 4 * 6 * (8 + 5 + 4), (page_len or 8) * columns
     assert [variant.formula_bytes for variant in (every, paged, samples, shared)] == [
         B * (40 * row + latest),
         B * (slots * row + latest),
