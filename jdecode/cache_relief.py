@@ -42,15 +42,16 @@ def _heads(question: relief_way.Question) -> list[relief_way.Variant]:
 def _dtypes(question: relief_way.Question) -> list[relief_way.Variant]:
     plan = question.plan
     variants = []
-    # Groups of tokens are neither kept in pages nor evicted from.
-    is_by_slot = plan.cache.layout == "paged" or plan.cache.eviction is not None
     for dtype in config_lib.CACHE_DTYPES:
-        if dtype != "auto" and not (is_by_slot and dtype in config_lib.GROUPED_DTYPES):
-            # Named as the plan names it, so that the planned one compares equal.
-            same = dtype == plan.dtype
-            group_len = plan.cache.group_len if dtype in config_lib.GROUPED_DTYPES else config_lib.GROUP_LEN
-            cache = plan.cache if same else dataclasses.replace(plan.cache, dtype=dtype, group_len=group_len)
-            variants.append(relief_way.cache_variant(question, dtype, dataclasses.replace(plan, cache=cache)))
+        is_by_group = dtype in config_lib.GROUPED_DTYPES
+        if dtype == "auto" or (is_by_group and plan.cache.eviction is not None):  # groups are not evicted from
+            continue
+        cache = plan.cache  # named as the plan names it, where it is the planned one, which so compares equal
+        if dtype != plan.dtype:
+            group_len = cache.group_len if is_by_group else config_lib.GROUP_LEN
+            page_len = None if is_by_group and (cache.page_len or 0) % group_len else cache.page_len
+            cache = dataclasses.replace(cache, dtype=dtype, group_len=group_len, page_len=page_len)
+        variants.append(relief_way.cache_variant(question, dtype, dataclasses.replace(plan, cache=cache)))
     return sorted(variants, key=lambda variant: -variant.amount)
 
 
@@ -84,8 +85,6 @@ def _with_pages(plan: ledger_lib.Plan) -> ledger_lib.Plan | None:
     if plan.mesh.data > 1:  # rows that are split over devices have no common pool
         return None
     if plan.cache.layout != "paged":
-        if plan.cache.dtype in config_lib.GROUPED_DTYPES:
-            return None
         plan = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache.without_eviction(), layout="paged"))
     return plan if ledger_lib.abstract_cache(plan).paged_layout is not None else None
 
@@ -96,16 +95,18 @@ def _pages(question: relief_way.Question) -> list[relief_way.Variant]:
     if plan.cache.layout == "paged":
         own = dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, layout="auto", page_len=None))
     variants = [relief_way.cache_variant(question, "every row its own slots", own)]
-    layout = None if paged is None else ledger_lib.abstract_cache(paged).paged_layout
-    if paged is None or layout is None:
+    if paged is None:
         return variants
+    cache = ledger_lib.abstract_cache(paged)
+    layout = cache.paged_layout
+    assert layout is not None
     variants.append(relief_way.cache_variant(question, f"pages of {layout.page_len}, and rings for windows", paged))
     prompt_len = plan.capacity // 2
     samples = f"what if {count} samples a prompt of {prompt_len:,}"
     many = dataclasses.replace(own, batch_size=count * own.batch_size)
     whole = dataclasses.replace(relief_way.cache_variant(question, f"{samples}: own slots", many), plan=None)
     # A prompt's full pages once, and for each sample the columns after them.
-    num_full = prompt_len // layout.page_len
+    num_full = int(cache.codec.stored_len(jnp.int32(prompt_len))) // layout.page_len
     num_pages = plan.batch_size * (num_full + count * (layout.num_columns - num_full))
     many = dataclasses.replace(paged, batch_size=count * paged.batch_size)
     return [*variants, whole, relief_way.pool_variant(f"{samples}: shared pages", many, num_pages)]
@@ -181,8 +182,8 @@ def attention_temporaries(plan: ledger_lib.Plan, backend: str, block_len: int) -
     def attend(q_BTNH: jax.Array, query_position_BT: jax.Array, cache: kv_cache.KVCache):
         own = cache.stores[layer_idx]
         seen = segment.Segment(
-            keys=cache.rows(layer_idx, own.keys),
-            values=cache.rows(layer_idx, own.values),
+            keys=cache.rows(idx, own.keys),
+            values=cache.rows(idx, own.values),
             position_BS=cache.positions[idx],
             first_slot=jnp.int32(0),
             end_slot=query_position_BT.max() + 1,
@@ -212,7 +213,7 @@ WAYS: tuple[relief_way.Way, ...] = (
         costs="rounding of keys and values: bfloat16 keeps 8 bits of a number, float16 11 but no number over 65,504; "
         "mean KL to float32 in nats, SmolLM2-135M / Gemma 3 270M: bfloat16 6e-5 / 4e-5, int8 4e-4 / 1e-3, fp8 "
         "7e-3 / 1.2e-2, and, with the latest tokens exact, int8_channel 5e-5 / 4e-5, int4 4e-3 / 3e-3 (pieces of 512)",
-        suits="every layout; int8_channel and int4 neither in pages nor beside an eviction; --kv-dtype",
+        suits="every layout; int8_channel and int4 not beside an eviction, and in pages of whole groups; --kv-dtype",
         variants=_dtypes,
     ),
     relief_way.Way(
@@ -229,7 +230,8 @@ WAYS: tuple[relief_way.Way, ...] = (
         name="pages that rows share",
         shrinks="rows with a common beginning: its full pages are held once, and a copy of none is made",
         formula="2·L·Z·K·H·b a page; N samples of a prompt with F full pages, of C: F + N·(C - F) pages",
-        costs="none in quality: the same numbers, found by a table of 4 bytes a column; the last is full in part",
+        costs="none in quality: the same numbers, found by a table of 4 bytes a column; the last is full in part, "
+        "and int8_channel and int4 share settled groups alone",
         suits="num_samples, prompts with one beginning; full layers, on a mesh without a data axis; layout: paged",
         variants=_pages,
     ),

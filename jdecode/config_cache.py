@@ -28,7 +28,8 @@ class CacheConfig:
       slack: ring slots beyond the window. A block of up to ``slack + 1`` tokens is written before it attends,
         and as many as ``slack`` tokens can be rolled back. Beside groups of tokens it can say which are exact
         (``group_lag``); nowhere else does it change a text.
-      page_len: Z, tokens a page, only beside the layout ``"paged"``; ``None`` for 64.
+      page_len: Z, tokens a page, only beside the layout ``"paged"``; ``None`` for 64, or for ``group_len`` with the
+        dtypes that have groups. A page holds whole groups.
       budget: M, slots that each layer without a window keeps; only beside ``eviction``. Layers with one keep rings.
       eviction: ``None`` keeps every token. ``"snapkv"`` keeps the M tokens of a prompt to which its last ones attend
         most, and every new one; ``"h2o"`` keeps M tokens in all, and each new one takes the place of the one that got
@@ -76,9 +77,9 @@ class CacheConfig:
             )
             return
         check(
-            self.layout != "paged",
-            f"cache dtype: expected one that stores token by token in pages, such as int8, got {self.dtype}; take "
-            "another dtype, or another layout",
+            (self.page_len or 0) % self.group_len == 0,
+            f"cache page_len: expected a multiple of group_len ({self.group_len}) beside {self.dtype}, whose pages "
+            f"hold whole groups, got {self.page_len}; give one, or leave it out",
         )
         check(
             self.eviction is None,

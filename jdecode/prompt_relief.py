@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from jdecode import relief_way
 from jdecode.cache import attention_work
 from jdecode.cache import ledger as ledger_lib
@@ -43,10 +45,11 @@ def lent_slots(question: relief_way.Question, paged: ledger_lib.Plan | None) -> 
       paged: the plan with pages; ``None`` where it can have none.
     """
     variants = [relief_way.cache_variant(question, "every request has all its slots from the start", question.plan)]
-    layout = None if paged is None else ledger_lib.abstract_cache(paged).paged_layout
-    if paged is None or layout is None:
+    if paged is None:
         return variants
-    held = max(paged.capacity // 2, 1)
-    num_pages = paged.batch_size * -(-held // layout.page_len)
+    cache = ledger_lib.abstract_cache(paged)
+    layout, held = cache.paged_layout, max(paged.capacity // 2, 1)
+    assert layout is not None
+    num_pages = paged.batch_size * max(-(-int(cache.codec.stored_len(jnp.int32(held))) // layout.page_len), 1)
     name = f"what if they hold {held:,} tokens on the average, in pages of {layout.page_len}"
     return [*variants, relief_way.pool_variant(name, paged, num_pages)]

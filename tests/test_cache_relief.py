@@ -15,9 +15,11 @@ MIXED = dataclasses.replace(tiny_models.MIXED, num_heads=8, num_kv_heads=4)
 B, S = 3, 40
 
 
-def question_of(model: config_lib.ModelConfig = MIXED, dtype: str = "bfloat16", **changes) -> relief_way.Question:
+def question_of(
+    model: config_lib.ModelConfig = MIXED, compute_dtype: str = "bfloat16", **changes
+) -> relief_way.Question:
     cache = config_lib.CacheConfig(**changes)
-    plan = ledger.Plan(model=model, cache=cache, batch_size=B, capacity=S, compute_dtype=dtype)
+    plan = ledger.Plan(model=model, cache=cache, batch_size=B, capacity=S, compute_dtype=compute_dtype)
     return relief_way.Question(plan=plan, window=10, num_sinks=2, chunk_len=8, operations_a_token=1000)
 
 
@@ -28,10 +30,14 @@ def variants(name: str, question: relief_way.Question) -> list[relief_way.Varian
 
 
 @pytest.mark.parametrize("way", cache_relief.WAYS, ids=lambda way: way.name)
-@pytest.mark.parametrize("layout", ["auto", "full", "paged"])
-def test_every_way(way, layout):
-    own = variants(way.name, question_of(layout=layout))
-    assert len(own) >= 2 and [variant.is_planned for variant in own].count(True) == 1
+@pytest.mark.parametrize(
+    "cache", [{}, {"layout": "full"}, {"layout": "paged", "page_len": 8}, {"layout": "paged", "dtype": "int4"}], ids=str
+)
+def test_every_way(way, cache):
+    own = variants(way.name, question_of(**cache))
+    evicts = way.name == "tokens evicted by attention"
+    assert len(own) >= (1 if evicts and "dtype" in cache else 2)
+    assert [variant.is_planned for variant in own].count(True) == 1
     assert len({variant.name for variant in own}) == len(own)
     assert all([way.shrinks, way.formula, way.costs, way.suits])
     for variant in own:
@@ -72,11 +78,31 @@ def test_a_model_with_one_head_a_query_or_one_in_all():
 
 @pytest.mark.parametrize("planned", ["float32", "bfloat16"])
 def test_dtypes_by_hand(planned):
-    own = variants("a narrower dtype", question_of(dtype=planned))
+    own = variants("a narrower dtype", question_of(compute_dtype=planned))
     assert {variant.name for variant in own} == set(config_lib.CACHE_DTYPES) - {"auto"}
     sizes = {variant.name: variant.formula_bytes for variant in own}
     assert (sizes["float32"], sizes["bfloat16"], sizes["float16"]) == (2 * PLANNED, PLANNED, PLANNED)
     assert [variant.name for variant in own if variant.is_planned] == [planned]
+
+
+# Pages of 16; of one group (128 tokens, unless said) where 16 tokens are no whole groups, or where nobody says.
+@pytest.mark.parametrize(
+    ("cache", "slots"),
+    [({"page_len": 16}, 128), ({"page_len": 16, "dtype": "int4", "group_len": 8}, 48), ({"dtype": "int4"}, 128)],
+)
+def test_dtypes_in_pages_by_hand(cache, slots):
+    model = dataclasses.replace(MIXED, layers=MIXED.layers[2:])
+    own = {
+        variant.name: variant for variant in variants("a narrower dtype", question_of(model, layout="paged", **cache))
+    }
+    assert set(own) == set(config_lib.CACHE_DTYPES) - {"auto"}
+    plan = own["int4"].plan
+    assert plan is not None and plan.cache.layout == "paged"
+    group_len, lag = plan.cache.group_len, plan.cache.group_lag
+    assert lag is not None and lag == group_len // 4
+    # Half a byte a number in whole pages; and the latest tokens, of bfloat16, a group and a quarter of one.
+    assert own["int4"].formula_bytes == 2 * B * 4 * 6 * slots // 2 + 2 * B * 4 * 6 * 2 * (group_len + lag)
+    assert own["int8"].formula_bytes == 2 * B * 4 * 6 * (64 if "page_len" not in cache else 48)
 
 
 def test_windows_by_hand():
@@ -114,6 +140,27 @@ def test_pages_by_hand(layout):
     ]
     assert [variant.allocated_bytes for variant in own] == [variant.formula_bytes for variant in own]
     assert [variant.is_planned for variant in own] == [layout == "auto", layout == "paged", False, False]
+
+
+# With five tokens after a group 8 of a prompt of 20 are settled: one of five pages of a group, or none of three of two.
+@pytest.mark.parametrize(("layout", "page_len", "columns", "full"), [("auto", None, 5, 1), ("paged", 16, 3, 0)])
+def test_pages_of_groups_by_hand(layout, page_len, columns, full):
+    model = dataclasses.replace(MIXED, layers=MIXED.layers[2:])
+    question = question_of(model, layout=layout, page_len=page_len, dtype="int4", group_len=8, slack=4)
+    every, paged, samples, shared = variants("pages that rows share", question)
+    # Bytes of a slot's keys and values, and of the latest tokens': a group, five and four to be taken back.
+    row, latest, slots = 4 * 6, 2 * 2 * 4 * 6 * (8 + 5 + 4), (page_len or 8) * columns
+    assert [variant.formula_bytes for variant in (every, paged, samples, shared)] == [
+        B * (40 * row + latest),
+        B * (slots * row + latest),
+        4 * B * (40 * row + latest),
+        B * ((page_len or 8) * (full + 4 * (columns - full)) * row + 4 * latest),
+    ]
+    assert [variant.is_planned for variant in (every, paged)] == [layout == "auto", layout == "paged"]
+    # With scales: of a group two float32 a channel, of a slot and head two float16.
+    page_bytes = (page_len or 8) * (row + 2 * 2 * 4) + (page_len or 8) // 8 * 2 * 4 * row
+    assert samples.allocated_bytes == 4 * B * (5 * (8 * (row + 16) + 8 * row) + latest)
+    assert shared.allocated_bytes == B * ((full + 4 * (columns - full)) * page_bytes + 4 * latest)
 
 
 def test_where_no_pages_are():
@@ -196,7 +243,7 @@ def test_scores_are_not_held_at_once():
 
 def test_blocks_do_not_grow_with_the_context():
     def temporaries(context: int) -> int:
-        plan = dataclasses.replace(question_of(layout="full", dtype="float32").plan, capacity=context)
+        plan = dataclasses.replace(question_of(layout="full", compute_dtype="float32").plan, capacity=context)
         return cache_relief.attention_temporaries(plan, "blockwise", 8)
 
     assert temporaries(2048) == temporaries(512)

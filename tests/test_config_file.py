@@ -146,6 +146,11 @@ def test_wrong_type_names_what_was_expected_and_got(text: str, message: str):
             "cache: {dtype: int8, group_len: 64}",
             "cache: cache group_len: acts on the dtypes int8_channel and int4, got 64 with int8; leave it out",
         ),
+        (
+            "cache: {layout: paged, dtype: int4, page_len: 64}",
+            "cache: cache page_len: expected a multiple of group_len (128) beside int4, whose pages hold whole groups, "
+            "got 64; give one, or leave it out",
+        ),
         ("no_weights: none yet", "no_weights: expected none beside weights 'x', got 'none yet'"),
     ],
 )

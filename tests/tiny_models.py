@@ -65,6 +65,20 @@ def random_rows(lengths: Sequence[int], vocab_size: int = MIXED.vocab_size, seed
     return [rng.integers(1, vocab_size, size=length).tolist() for length in lengths]
 
 
+def group_options(dtype: str) -> dict[str, Any]:
+    """Returns what a config of a cache says of groups, where its dtype has them."""
+    return {"group_len": GROUP_LEN} if dtype in config_lib.GROUPED_DTYPES else {}
+
+
+def poison(leaf: jax.Array, value: jax.Array | float) -> jax.Array:
+    """Returns what a wrong read of an array of stored rows would show: ``value`` in scales and floats, or a code."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.asarray(value, leaf.dtype)
+    if leaf.dtype == jnp.int16:  # the bits of a float16, see ``codec_int4``
+        return jax.lax.bitcast_convert_type(jnp.asarray(value, jnp.float16), jnp.int16)
+    return jnp.asarray(99, leaf.dtype)
+
+
 def empty_cache(
     config: config_lib.ModelConfig,
     batch_size: int,
@@ -75,8 +89,7 @@ def empty_cache(
     dtype: str = "float32",
 ) -> kv_cache.KVCache:
     """Allocates a cache on one device; groups, where the dtype has them, are of ``GROUP_LEN``."""
-    groups: dict[str, Any] = {"group_len": GROUP_LEN} if dtype in config_lib.GROUPED_DTYPES else {}
-    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype, **groups)
+    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype, **group_options(dtype))
     return allocate.init_cache(config, cache_config, batch_size=batch_size, capacity=capacity, compute_dtype="float32")
 
 
@@ -150,8 +163,7 @@ def fill_unused(cache: kv_cache.KVCache, value: float, *, is_unused) -> kv_cache
 
         def leaf(array):
             mask = unused_BS[:, :, None] if array.shape[1] == num_slots else unused_BS[:, None, :]
-            filler = value if jnp.issubdtype(array.dtype, jnp.floating) else 99
-            return jnp.where(mask, jnp.asarray(filler, array.dtype), array)
+            return jnp.where(mask, poison(array, value), array)
 
         return jax.tree.map(leaf, rows)
 

@@ -26,15 +26,19 @@ from jdecode.cache import (
 from jdecode.parallel import rules
 
 PAGE_LEN = 64
-"""Tokens a page unless told otherwise. Attention reads 256 slots at a time: a divisor of it reads whole pages."""
+"""Tokens a page unless told otherwise, or unless a group has more or fewer.
+
+Attention reads 256 slots at a time: a divisor of it reads whole pages.
+"""
 
 
 def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheConfig, capacity: int) -> layout.Layout:
     """Chooses the layout of one layer: a ring where it has a window and the ring is smaller than ``capacity`` slots.
 
-    For a codec by groups, slots are whole groups, and no group has slots on both sides of a ring's end.
+    For a codec by groups, slots and pages are whole groups, and no group has slots on both sides of a ring's end.
     """
-    unit = cache_config.group_len if cache_config.dtype in config_lib.GROUPED_DTYPES else 1
+    is_grouped = cache_config.dtype in config_lib.GROUPED_DTYPES
+    unit = cache_config.group_len if is_grouped else 1
     capacity = shapes.round_up(capacity, unit)
     if cache_config.layout != "full" and layer.window is not None:
         ring_len = shapes.round_up(layer.window + cache_config.slack, unit)
@@ -43,7 +47,7 @@ def layer_layout(layer: config_lib.LayerConfig, cache_config: config_lib.CacheCo
         if ring.capacity < capacity:
             return ring
     if cache_config.layout == "paged":
-        page_len = cache_config.page_len or PAGE_LEN
+        page_len = cache_config.page_len or (unit if is_grouped else PAGE_LEN)
         return layout_paged.PagedLayout(capacity=shapes.round_up(capacity, page_len), page_len=page_len)
     return layout_full.FullLayout(capacity=capacity)
 

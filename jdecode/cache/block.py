@@ -61,8 +61,6 @@ def open_block(cache: kv_cache.KVCache, block_len: int, num_tokens_B: jax.Array 
             written_BT &= layout.survives(position_BT, length_B[:, None])
         if cache.max_len is not None:  # in a ring, too, what is past the end must overwrite nothing
             written_BT &= position_BT < cache.max_len
-        if cache.shared_B is not None and layout is cache.paged_layout:
-            written_BT &= position_BT >= cache.shared_B[:, None]
         # Past the last slot, and distinct: such writes are dropped. (Clamping or -1 would hit a live slot.)
         dropped_BT = layout.capacity + jnp.broadcast_to(jnp.arange(block_len, dtype=jnp.int32), position_BT.shape)
         slot_BT = jnp.where(written_BT, slot_BT, dropped_BT)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ def take_rows(cache: KVCache, row_idx: jax.Array, *, num_pages: int | None = Non
     """Returns a cache whose row i is row ``row_idx[i]`` (int32) of this one; rows may repeat.
 
     Where a layer has pages, rows share those that are full (``page_forks``), and every other column of every row gets a
-    page of its own in a new pool.
+    page of its own in a new pool. The latest tokens beside groups lie in no page, and every row has its own.
 
     Args:
       num_pages: of the new pool; ``None`` for as many as rows need that share nothing. Fewer are enough where rows
@@ -30,7 +32,7 @@ def take_rows(cache: KVCache, row_idx: jax.Array, *, num_pages: int | None = Non
     pools = [store for idx, store in enumerate(cache.stores) if cache.has_pages(idx)]
     fork = page_forks.fork(
         cache.pages_BC,
-        cache.length_B,
+        cache.codec.stored_len(cache.length_B),
         row_idx,
         page_len=paged.page_len,
         num_old=page_pool.num_pages(pools[0].keys),
@@ -40,8 +42,8 @@ def take_rows(cache: KVCache, row_idx: jax.Array, *, num_pages: int | None = Non
     def take_pages(leaf: jax.Array) -> jax.Array:
         return leaf.at[fork.source_P].get(mode="fill", fill_value=0)
 
-    stores = [jax.tree.map(take_pages if cache.has_pages(idx) else take, own) for idx, own in enumerate(cache.stores)]
-    taken = dataclasses.replace(cache, stores=tuple(stores), positions=tuple(map(take, cache.positions)))
+    stores = _map_stores(cache, lambda pool: jax.tree.map(take_pages, pool), lambda rows: jax.tree.map(take, rows))
+    taken = dataclasses.replace(cache, stores=stores, positions=tuple(map(take, cache.positions)))
     return with_pages(taken, fork.pages_RC, fork.shared_R, take(cache.length_B))
 
 
@@ -49,7 +51,7 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
     """Returns a cache with every row ``times`` times, one beside the other; pages are shared. On the host."""
     row_idx, num_pages = np.repeat(np.arange(cache.batch_size, dtype=np.int32), times), None
     if cache.paged_layout is not None:
-        tables = np.asarray(cache.pages_BC), np.asarray(cache.length_B)
+        tables = np.asarray(cache.pages_BC), np.asarray(cache.codec.stored_len(cache.length_B))
         least = page_forks.least_pages(*tables, row_idx, cache.paged_layout.page_len)
         num_pages = min(page_forks.padded_pages(least), len(row_idx) * cache.paged_layout.num_columns)
     return take_rows(cache, jnp.asarray(row_idx), num_pages=num_pages)
@@ -60,7 +62,8 @@ def with_pages(cache: KVCache, pages_BC: jax.Array, shared_B: jax.Array, length_
 
     Args:
       pages_BC, shared_B, length_B: int32, as in ``KVCache``. No two rows may have one page in columns that ``shared_B``
-        leaves open. Layers that have rows of their own keep them, so there a length must be one that they hold.
+        leaves open. Layers that have rows of their own keep them, and so do the latest tokens beside groups; there a
+        length must be one that they hold.
 
     Raises:
       ValueError: no layer has pages.
@@ -79,12 +82,18 @@ def with_pages(cache: KVCache, pages_BC: jax.Array, shared_B: jax.Array, length_
 
 def copy_pages(cache: KVCache, from_N: jax.Array, to_N: jax.Array) -> KVCache:
     """Copies pages of every layer that has some, pair by pair; see ``page_pool.copy_pages``."""
-    stores = tuple(
-        LayerStore(
-            keys=page_pool.copy_pages(store.keys, from_N, to_N), values=page_pool.copy_pages(store.values, from_N, to_N)
-        )
-        if cache.has_pages(idx)
-        else store
-        for idx, store in enumerate(cache.stores)
-    )
-    return dataclasses.replace(cache, stores=stores)
+    copy = functools.partial(page_pool.copy_pages, from_N=from_N, to_N=to_N)
+    return dataclasses.replace(cache, stores=_map_stores(cache, copy, lambda rows: rows))
+
+
+def _map_stores(
+    cache: KVCache, change_pool: Callable[[Any], Any], change_rows: Callable[[Any], Any]
+) -> tuple[LayerStore, ...]:
+    """Returns the stores with every pool and all rows changed; the latest tokens beside groups are rows."""
+
+    def change(idx: int, own: LayerStore) -> LayerStore:
+        if not cache.has_pages(idx):
+            return change_rows(own)
+        return LayerStore(keys=change_pool(own.keys), values=change_pool(own.values), recent=change_rows(own.recent))
+
+    return tuple(change(idx, own) for idx, own in enumerate(cache.stores))

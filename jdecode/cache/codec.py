@@ -10,11 +10,15 @@ from jdecode.cache import layout as layout_lib
 
 
 class StoredRows(segment.Rows, Protocol):
-    """Rows as a codec stores them slot by slot: every leaf has the B rows first, and S slots that do not touch."""
+    """Rows as a codec stores them: every leaf has the B rows first, and entries for their S slots on another axis.
+
+    An entry is that of one slot, or of as many slots as come to one where a leaf has fewer: the scale of a group. Slots
+    that share an entry are written together.
+    """
 
     @property
     def slot_axes(self) -> tuple[int, ...]:
-        """For each leaf, in the order of the pytree, the axis of its slots: 1 or more."""
+        """For each leaf, in the order of the pytree, the axis of its entries: 1 or more."""
         ...
 
 
@@ -54,6 +58,14 @@ class KVCodec:
     keys: RowCodec
     values: RowCodec
     grouping: "Grouping | None" = None
+
+    def stored_len(self, length: jax.Array) -> jax.Array:
+        """Returns how many of a text's tokens are stored so: all, or those of settled groups.
+
+        Args:
+          length: of the text, int32, of any shape.
+        """
+        return length if self.grouping is None else self.grouping.settling.end(length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

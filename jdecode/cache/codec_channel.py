@@ -54,6 +54,11 @@ class ChannelRows:
         """Z, tokens a group."""
         return self.num_slots // self.scale_BUX.shape[1]
 
+    @property
+    def slot_axes(self) -> tuple[int, ...]:
+        """Of numbers, scales and, if there are any, offsets."""
+        return (1, 1) if self.offset_BUX is None else (1, 1, 1)
+
     def stored(self, start: jax.Array | int, size: int) -> kv_block_grouped.ChannelScaledBlock:
         """Returns ``size`` slots from ``start``, both multiples of ``unit``."""
         Z, K = self.unit, self.num_heads

@@ -57,6 +57,11 @@ class Int4Rows:
         """1."""
         return 1
 
+    @property
+    def slot_axes(self) -> tuple[int, ...]:
+        """Of numbers, scales and offsets."""
+        return (1, 2, 2)
+
     def stored(self, start: jax.Array | int, size: int) -> kv_block_grouped.RunScaledBlock:
         """Returns ``size`` slots from ``start``, as numbers from -8 to 7."""
         block_BCX = jax.lax.dynamic_slice_in_dim(self.data_BSX, start, size, axis=1)

@@ -11,7 +11,8 @@ where no query sees them, and the next block overwrites them (or, where it atten
 
 Layers of a paged layout have a pool of pages instead of rows (``page_pool``), all by one table: the slots of a row, its
 positions and its mask are those of a full layout, and only what reads or writes stored bytes goes through the table
-(``paged_rows``). The device loop never changes the table; ``cache_rows`` does, between its runs.
+(``paged_rows``). The device loop never changes the table; ``cache_rows`` does, between its runs. Pages hold what the
+codec stores: where that is groups of tokens, the latest tokens are rows in a ring of their own, beside the pool.
 """
 
 import dataclasses
@@ -30,14 +31,13 @@ from jdecode.cache import layout_paged, page_forks, paged_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStore:
-    """The rows of one layer, or its pools.
+    """The rows of one layer, or its pools and, where it has any, the rows of its latest tokens.
 
     Attributes:
-      keys, values: of each slot, as the codec stores them (``segment.Rows``, and ``codec.StoredRows`` where it stores
-        slot by slot).
+      keys, values: of each slot, as the codec stores them (``codec.StoredRows``).
       received_BS: float32, the attention that each slot got so far, summed over queries and heads; ``None`` where
         nobody counts it.
-      recent: where keys and values are stored by groups, the latest tokens as they are.
+      recent: where keys and values are stored by groups, the latest tokens as they are: rows, never pools.
     """
 
     keys: Any
@@ -101,24 +101,32 @@ class KVCache:
 
     def has_pages(self, layer_idx: int) -> bool:
         """Says whether a layer has a pool of pages instead of rows."""
-        return isinstance(self.layouts[self.layout_idx[layer_idx]], layout_paged.PagedLayout)
+        return self._is_paged(self.layout_idx[layer_idx])
 
-    def rows(self, layer_idx: int, stored: Any) -> segment_lib.Rows:
-        """Returns keys or values of a layer as attention reads them: through the table where they lie in pages."""
-        return self._paged(stored) if self.has_pages(layer_idx) else stored
+    def rows(self, layout_idx: int, stored: Any) -> segment_lib.Rows:
+        """Returns keys or values in slots of a layout as attention reads them: through the table if those are pages."""
+        return self._paged(stored) if self._is_paged(layout_idx) else stored
 
     def write(
         self,
-        layer_idx: int,
+        layout_idx: int,
         codec: codec_lib.RowCodec,
         stored: Any,
         slot_BT: jax.Array,
         new: Any,
     ) -> Any:
-        """Returns keys or values of a layer with an encoded block in its slots. See ``codec.RowCodec.write``."""
-        if self.has_pages(layer_idx):
-            return self._paged(stored).write(slot_BT, new)
-        return codec.write(stored, slot_BT, new)
+        """Returns keys or values in slots of a layout with an encoded block in them. See ``codec.RowCodec.write``.
+
+        Slots in pages that are only read (``shared_B``) are dropped.
+        """
+        if not self._is_paged(layout_idx):
+            return codec.write(stored, slot_BT, new)
+        assert self.shared_B is not None
+        is_own_BT = slot_BT >= self.shared_B[:, None]
+        return self._paged(stored).write(jnp.where(is_own_BT, slot_BT, self.layouts[layout_idx].capacity), new)
+
+    def _is_paged(self, layout_idx: int) -> bool:
+        return isinstance(self.layouts[layout_idx], layout_paged.PagedLayout)
 
     def _paged(self, pool: codec_lib.StoredRows) -> paged_rows.PagedRows:
         assert self.pages_BC is not None

@@ -63,7 +63,7 @@ class CachedLayer:
         block_len, layout = k_BTKH.shape[1], cache.layouts[idx]
         k_BTKH, v_BTKH = segment_lib.faults_in_keys(k_BTKH, v_BTKH)
         fresh = LayerStore(keys=codec.keys.encode(k_BTKH), values=codec.values.encode(v_BTKH))
-        new = self._written(codec, old, block.slots[idx], fresh)
+        new = self._written(codec, idx, old, block.slots[idx], fresh)
         if block_len <= layout.max_block_len:
             return new, (self._stored_segment(idx, new, block.positions[idx], block.length_B),)
         fresh_segment = segment_lib.Segment(
@@ -100,13 +100,13 @@ class CachedLayer:
 
             def write_group(turn: jax.Array, own: LayerStore) -> LayerStore:
                 token_BZ, slot_BZ = (settled.group(x_BX, turn) for x_BX in (token_BX, slot_BX))
-                return self._written(codec, own, slot_BZ, encoded(token_BZ))
+                return self._written(codec, idx, own, slot_BZ, encoded(token_BZ))
 
             # Mostly of no turn. (A condition would copy the rows that pass through it.)
             new = jax.lax.fori_loop(0, settled.num_groups, write_group, old)
         else:
             fresh = encoded(token_BX)
-            new = self._written(codec, old, slot_BX, fresh)
+            new = self._written(codec, idx, old, slot_BX, fresh)
             if block_len > layout.max_block_len:
                 fresh_segment = segment_lib.Segment(
                     keys=fresh.keys,
@@ -120,10 +120,12 @@ class CachedLayer:
         position_BS = _before(block.positions[idx], settled.after_B)
         return new, (self._stored_segment(idx, new, position_BS, settled.after_B),)
 
-    def _written(self, codec: codec_lib.KVCodec, old: LayerStore, slot_BT: jax.Array, fresh: LayerStore) -> LayerStore:
+    def _written(
+        self, codec: codec_lib.KVCodec, layout_idx: int, old: LayerStore, slot_BT: jax.Array, fresh: LayerStore
+    ) -> LayerStore:
         return LayerStore(
-            keys=self.cache.write(self.layer_idx, codec.keys, old.keys, slot_BT, fresh.keys),
-            values=self.cache.write(self.layer_idx, codec.values, old.values, slot_BT, fresh.values),
+            keys=self.cache.write(layout_idx, codec.keys, old.keys, slot_BT, fresh.keys),
+            values=self.cache.write(layout_idx, codec.values, old.values, slot_BT, fresh.values),
             received_BS=_with_zeros(old.received_BS, slot_BT),
         )
 
@@ -138,8 +140,8 @@ class CachedLayer:
             # Slots in the order of positions: those before the window of every row need not be read.
             first_slot = jnp.maximum(self.block.position_BT[:, 0].min() - (self.window - 1), 0)
         return segment_lib.Segment(
-            keys=self.cache.rows(self.layer_idx, store.keys),
-            values=self.cache.rows(self.layer_idx, store.values),
+            keys=self.cache.rows(layout_idx, store.keys),
+            values=self.cache.rows(layout_idx, store.values),
             position_BS=position_BS,
             first_slot=first_slot,
             end_slot=end_slot,

@@ -8,6 +8,10 @@ pages after it, belong to one row each::
 
 So nobody ever has to copy a page before a write, and the device loop knows nothing of sharing. What rows share is
 theirs to read: a row may not be taken back into it (``check_rollback``).
+
+Pages are full of what is stored. Where that is whole groups of tokens, a text ends at its last settled group
+(``codec.KVCodec.stored_len``): the page in which a later group will be written belongs to one row, though all of its
+tokens are known.
 """
 
 import dataclasses
@@ -37,18 +41,19 @@ class Fork:
 
 
 def fork(
-    pages_BC: jax.Array, length_B: jax.Array, row_idx: jax.Array, *, page_len: int, num_old: int, num_new: int
+    pages_BC: jax.Array, stored_len_B: jax.Array, row_idx: jax.Array, *, page_len: int, num_old: int, num_new: int
 ) -> Fork:
     """Plans the pool of the rows ``row_idx``.
 
     Args:
-      pages_BC, length_B: int32, the table and the lengths of the old rows.
+      pages_BC: int32, the table of the old rows.
+      stored_len_B: int32, how many of their tokens are stored in pages.
       row_idx: int32 (R,), which of them the new ones are; rows may repeat.
       page_len: Z. Static.
       num_old, num_new: pages of the two pools; ``least_pages`` are enough. Static.
     """
     old_RC = jnp.take(pages_BC, row_idx, axis=0)
-    length_R1 = jnp.take(length_B, row_idx)[:, None]
+    length_R1 = jnp.take(stored_len_B, row_idx)[:, None]
     column_1C = jnp.arange(old_RC.shape[1], dtype=jnp.int32)[None, :]
     is_full_RC = column_1C < length_R1 // page_len
     is_last_RC = (column_1C == length_R1 // page_len) & (length_R1 % page_len > 0)
@@ -68,10 +73,10 @@ def fork(
     return Fork(pages_RC=pages_RC, shared_R=shared_R, source_P=source_P)
 
 
-def least_pages(pages_BC: np.ndarray, length_B: np.ndarray, row_idx: np.ndarray, page_len: int) -> int:
+def least_pages(pages_BC: np.ndarray, stored_len_B: np.ndarray, row_idx: np.ndarray, page_len: int) -> int:
     """Returns how many pages the rows ``row_idx`` need for texts as long as the table is wide. On the host."""
     num_columns = pages_BC.shape[1]
-    num_full = length_B[row_idx] // page_len
+    num_full = stored_len_B[row_idx] // page_len
     shared = {int(page) for row, full in zip(row_idx, num_full, strict=True) for page in pages_BC[row, :full]}
     return len(shared) + int((num_columns - num_full).sum())
 

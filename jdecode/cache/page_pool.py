@@ -5,6 +5,9 @@ stored bytes: nothing is decoded on the way. Which page belongs to whom is not k
 
 A page id past the pool is no page: it reads zeros, and what is written to it is dropped. So is a negative id, which
 must not be used as a marker all the same: elsewhere -1 is the last page.
+
+Where a leaf has one entry for a run of slots (``codec.StoredRows``), pages hold whole runs, and slots are read and
+written by whole runs: they are named slot by slot all the same, and the first of a run says where its entry is.
 """
 
 from collections.abc import Callable
@@ -33,7 +36,7 @@ def gather(pool: StoredRowsT, page_BC: jax.Array) -> StoredRowsT:
       Rows of B rows and C * Z slots.
     """
 
-    def read(axis: int, leaf: jax.Array) -> jax.Array:
+    def read(axis: int, _: int, leaf: jax.Array) -> jax.Array:
         pages = leaf.at[page_BC].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         pages = jnp.moveaxis(pages, 1, axis)  # the pages of a row, just before the slots of a page
         return pages.reshape(*pages.shape[:axis], -1, *pages.shape[axis + 2 :])
@@ -44,8 +47,8 @@ def gather(pool: StoredRowsT, page_BC: jax.Array) -> StoredRowsT:
 def gather_slots(pool: StoredRowsT, page_BT: jax.Array, offset_BT: jax.Array) -> StoredRowsT:
     """Reads single slots: slot ``offset_BT[b, t]`` of page ``page_BT[b, t]`` becomes slot t of row b."""
 
-    def read(axis: int, leaf: jax.Array) -> jax.Array:
-        at = leaf.at[(page_BT, *[slice(None)] * (axis - 1), offset_BT)]
+    def read(axis: int, run_len: int, leaf: jax.Array) -> jax.Array:
+        at = _entries(leaf, axis, run_len, page_BT, offset_BT)
         return jnp.moveaxis(at.get(mode="fill", fill_value=0, wrap_negative_indices=False), 1, axis)
 
     return _map_leaves(read, pool)
@@ -64,8 +67,8 @@ def write(pool: StoredRowsT, page_BT: jax.Array, offset_BT: jax.Array, new: Stor
     nowhere_BT = P + jnp.arange(page_BT.size, dtype=jnp.int32).reshape(page_BT.shape)
     page_BT = jnp.where((page_BT >= 0) & (page_BT < P), page_BT, nowhere_BT)
 
-    def write_leaf(axis: int, leaf: jax.Array, fresh: jax.Array) -> jax.Array:
-        at = leaf.at[(page_BT, *[slice(None)] * (axis - 1), offset_BT)]
+    def write_leaf(axis: int, run_len: int, leaf: jax.Array, fresh: jax.Array) -> jax.Array:
+        at = _entries(leaf, axis, run_len, page_BT, offset_BT)
         return at.set(jnp.moveaxis(fresh, axis, 1), mode="drop", unique_indices=True, wrap_negative_indices=False)
 
     return _map_leaves(write_leaf, pool, new)
@@ -97,15 +100,24 @@ def take_slots(rows: StoredRowsT, slot_BT: jax.Array) -> StoredRowsT:
       slot_BT: int32; slots outside the rows read zeros.
     """
 
-    def read(axis: int, leaf: jax.Array) -> jax.Array:
-        idx = slot_BT.reshape(slot_BT.shape[0], *[1] * (axis - 1), slot_BT.shape[1], *[1] * (leaf.ndim - axis - 1))
+    def read(axis: int, run_len: int, leaf: jax.Array) -> jax.Array:
+        entry_BU = slot_BT[:, ::run_len] // run_len
+        idx = jnp.expand_dims(entry_BU, (*range(1, axis), *range(axis + 1, leaf.ndim)))
         return jnp.take_along_axis(leaf, idx, axis=axis, mode="fill", fill_value=0)
 
     return _map_leaves(read, rows)
 
 
-def _map_leaves(change: Callable[..., jax.Array], rows: Any, *others: Any) -> Any:
-    """Calls ``change(slot axis, leaf, ...)`` for each leaf of like rows."""
+def _entries(leaf: jax.Array, axis: int, run_len: int, page_BT: jax.Array, offset_BT: jax.Array) -> Any:
+    """Addresses the entries of slots in a leaf of a pool."""
+    page_BU, offset_BU = page_BT[:, ::run_len], offset_BT[:, ::run_len] // run_len
+    return leaf.at[(page_BU, *[slice(None)] * (axis - 1), offset_BU)]
+
+
+def _map_leaves(change: Callable[..., jax.Array], rows: codec_lib.StoredRows, *others: Any) -> Any:
+    """Calls ``change(slot axis, slots an entry, leaf, ...)`` for each leaf of like rows."""
     leaves, structure = jax.tree.flatten(rows)
     columns = (jax.tree.leaves(other) for other in others)
-    return structure.unflatten(map(change, rows.slot_axes, leaves, *columns))
+    axes = rows.slot_axes
+    run_lens = [rows.num_slots // leaf.shape[axis] for axis, leaf in zip(axes, leaves, strict=True)]
+    return structure.unflatten(map(change, axes, run_lens, leaves, *columns))

@@ -41,8 +41,8 @@ class PagedRows:
 
     @property
     def unit(self) -> int:
-        """1."""
-        return 1
+        """That of the pool."""
+        return self.pool.unit
 
     @property
     def num_heads(self) -> int:
@@ -64,7 +64,8 @@ class PagedRows:
     def write(self, slot_BT: jax.Array, new: codec_lib.StoredRows) -> codec_lib.StoredRows:
         """Returns the pool with slot t of the encoded block ``new`` in slot ``slot_BT[b, t]`` of each row.
 
-        Slots past the last and slots without a page are dropped. No two rows may write one slot of a page.
+        Slots past the last and slots without a page are dropped, and slots that are stored together are written so. No
+        two rows may write one slot of a page.
         """
         page_BT, offset_BT = self._places(slot_BT)
         return page_pool.write(self.pool, page_BT, offset_BT, new)

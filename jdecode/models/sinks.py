@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jdecode import config as config_lib
 from jdecode import shapes
-from jdecode.attention import kv_block, visibility
+from jdecode.attention import blockwise, kv_block, visibility
 from jdecode.attention import segment as segment_lib
 from jdecode.models import rotary
 
@@ -127,7 +127,9 @@ def inside_cache(
 
 def _split(segment: segment_lib.Segment, num_sinks: int) -> tuple[segment_lib.Segment, segment_lib.Segment]:
     """Returns the sinks of a segment, and the segment without them: their slots are as if they were empty."""
-    num_slots = min(shapes.round_up(num_sinks, segment.keys.unit), segment.keys.num_slots)
+    # Whole blocks where attention reads several: it moves the last one back, which would begin inside a page.
+    unit = blockwise.BLOCK_SIZE if num_sinks > blockwise.BLOCK_SIZE else segment.keys.unit
+    num_slots = min(shapes.round_up(num_sinks, unit), segment.keys.num_slots)
     is_sink_BS = segment.position_BS < num_sinks
     first_BS = jnp.where(is_sink_BS, segment.position_BS, visibility.EMPTY)[:, :num_slots]
     first = dataclasses.replace(

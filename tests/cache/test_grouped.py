@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jdecode import config as config_lib
 from jdecode.attention import visibility
-from jdecode.cache import allocate, kv_cache, layer_view
+from jdecode.cache import allocate, cache_rows, kv_cache, layer_view
 from jdecode.cache import block as block_lib
+from tests import plain_groups, tiny_models
 
 EMPTY = int(visibility.EMPTY)
 B, K, H, Z = 2, 3, 4, 4
@@ -44,31 +45,7 @@ def _append(cache, k_BTKH, v_BTKH, num_tokens_B, window, num_sinks):
 
 
 append = jax.jit(_append, static_argnums=(4, 5))
-
-
-def _keys(group_ZKH: np.ndarray, dtype: str) -> np.ndarray:
-    """Quantises a group of keys by channel, with loops."""
-    out = np.zeros_like(group_ZKH)
-    for head in range(K):
-        for channel in range(H):
-            x = group_ZKH[:, head, channel]
-            if dtype == "int4":
-                step, base = (x.max() - x.min()) / 15, x.min()
-            else:
-                step, base = np.abs(x).max() / 127, 0.0
-            out[:, head, channel] = base + step * np.round((x - base) / step) if step else base
-    return out
-
-
-def _values(group_ZKH: np.ndarray, dtype: str) -> np.ndarray:
-    """Quantises values by token and head; of 4 bits, with a step and a middle that are numbers of float16."""
-    if dtype == "int4":
-        least = group_ZKH.min(axis=-1, keepdims=True)
-        step = ((group_ZKH.max(axis=-1, keepdims=True) - least) / 15).astype(np.float16).astype(np.float32)
-        middle = (least + 8 * step).astype(np.float16).astype(np.float32)
-        return middle + step * np.clip(np.round((group_ZKH - middle) / step), -8, 7)
-    step = np.abs(group_ZKH).max(axis=-1, keepdims=True) / 127
-    return step * np.round(group_ZKH / step)
+take_rows = jax.jit(cache_rows.take_rows)
 
 
 @dataclasses.dataclass
@@ -96,8 +73,8 @@ class Session:
             is_settled = first + Z + self.slack + 1 <= query + 1
             if is_settled:
                 group = self.rows[row][first : first + Z]
-                k = _keys(np.stack([pair[0] for pair in group]), self.dtype)[position - first]
-                v = _values(np.stack([pair[1] for pair in group]), self.dtype)[position - first]
+                k = plain_groups.keys(np.stack([pair[0] for pair in group]), self.dtype)[position - first]
+                v = plain_groups.values(np.stack([pair[1] for pair in group]), self.dtype)[position - first]
             found.append((position, k, v, is_settled))
         return found
 
@@ -138,9 +115,15 @@ class Session:
             del self.rows[row][max(len(self.rows[row]) - count, least) :]
         self.cache = kv_cache.truncate(self.cache, jnp.asarray([len(own) for own in self.rows], jnp.int32))
 
+    def fork(self, row_idx: list[int]) -> None:
+        self.cache = take_rows(self.cache, jnp.asarray(row_idx, jnp.int32))
+        self.rows = [list(self.rows[row]) for row in row_idx]
+        self.longest = [self.longest[row] for row in row_idx]
 
-def _session(window, num_sinks, slack, layout, dtype, capacity=256) -> Session:
-    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype, group_len=Z)
+
+def _session(window, num_sinks, slack, layout, dtype, capacity=256, page_len=2 * Z) -> Session:
+    pages = page_len if layout == "paged" else None
+    cache_config = config_lib.CacheConfig(layout=layout, slack=slack, dtype=dtype, group_len=Z, page_len=pages)
     cache = allocate.init_cache(
         _model(window, num_sinks), cache_config, batch_size=B, capacity=capacity, compute_dtype="float32"
     )
@@ -150,6 +133,8 @@ def _session(window, num_sinks, slack, layout, dtype, capacity=256) -> Session:
 CASES = [
     (None, 0, 2, "full", "int4"),
     (5, 1, 0, "full", "int8_channel"),
+    (None, 0, 2, "paged", "int4"),
+    (None, 0, 0, "paged", "int8_channel"),
     (4, 0, 0, "auto", "int4"),  # a ring of one group
     (7, 2, 3, "auto", "int4"),  # sinks, of which the first group holds more than there are
     (9, 0, 1, "auto", "int8_channel"),
@@ -164,6 +149,8 @@ def test_reads_what_a_list_holds(window, num_sinks, slack, layout, dtype, data):
     session = _session(window, num_sinks, slack, layout, dtype)
     block_lens = sorted({1, slack + 1, slack + 2, 2 * (window or 4) + 6})
     for _ in range(data.draw(st.integers(3, 9), "steps")):
+        if data.draw(st.booleans(), "fork"):
+            session.fork(data.draw(st.lists(st.integers(0, B - 1), min_size=B, max_size=B), "rows"))
         if data.draw(st.booleans(), "roll back"):
             session.truncate(data.draw(st.lists(st.integers(0, slack + 1), min_size=B, max_size=B), "back"))
         block_len = data.draw(st.sampled_from(block_lens), "block_len")
@@ -172,7 +159,8 @@ def test_reads_what_a_list_holds(window, num_sinks, slack, layout, dtype, data):
 
 # The same without chance: as many tokens as can be, taken back at every place of a group, and then every block.
 @pytest.mark.parametrize(
-    ("window", "num_sinks", "slack", "layout", "dtype"), [(None, 0, 2, "full", "int4"), (4, 0, 1, "auto", "int4")]
+    ("window", "num_sinks", "slack", "layout", "dtype"),
+    [(None, 0, 2, "full", "int4"), (None, 0, 2, "paged", "int4"), (4, 0, 1, "auto", "int4")],
 )
 def test_every_rollback(window, num_sinks, slack, layout, dtype):
     longest = 2 * (window or 4) + 6
@@ -193,12 +181,17 @@ def test_where_groups_lie():
     ring = _session(5, 1, 2, "auto", "int4", capacity=99).cache
     assert [own.capacity for own in ring.layouts] == [4 + 8, 9]  # a sink takes a group, 5 + 2 tokens take two
     assert ring.max_len is None and full.max_len == 12
-    assert all(leaf.shape[1] == 9 for leaf in jax.tree.leaves(full.stores[0].recent))
+    paged = _session(None, 0, 2, "paged", "int4", capacity=9).cache
+    assert [own.capacity for own in paged.layouts] == [16, 9]  # whole pages of two groups
+    assert paged.stores[0].keys.data_BSX.shape[:2] == (2 * B, 8) and paged.stores[0].keys.scale_BUX.shape[:2] == (4, 2)
+    for cache in (full, paged):
+        assert all(leaf.shape[:2] == (B, 9) for leaf in jax.tree.leaves(cache.stores[0].recent))
 
 
 # Past the end nothing is overwritten, neither groups nor the latest tokens (jax-ml/jax#9083, #34257).
-def test_past_capacity_nothing_is_overwritten():
-    session = _session(None, 0, 0, "full", "int4", capacity=9)
+@pytest.mark.parametrize("layout", ["full", "paged"])
+def test_past_capacity_nothing_is_overwritten(layout):
+    session = _session(None, 0, 0, layout, "int4", capacity=9, page_len=Z)
     session.append([12, 11], 12)
     before = session.cache
     after, _ = append(before, jnp.full((B, 4, K, H), 99.0), jnp.ones((B, 4, K, H)), jnp.asarray([3, 0]), None, 0)
@@ -212,16 +205,10 @@ def _poisoned(store: kv_cache.LayerStore, is_unused_BS: np.ndarray, value: float
     """Fills unused slots of one store: scales of groups, scales of slots (before or after the heads), and numbers."""
 
     def leaf(array):
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            filler = jnp.asarray(value, array.dtype)
-        elif array.dtype == jnp.int16:
-            filler = jax.lax.bitcast_convert_type(jnp.float16(value), jnp.int16)
-        else:
-            filler = jnp.asarray(99, array.dtype)
         S = is_unused_BS.shape[1]
         step = S // array.shape[1] if array.shape[2] != S else 1
         mask = is_unused_BS[:, None, :] if array.shape[2] == S else is_unused_BS[:, ::step, None]
-        return jnp.where(mask, filler, array)
+        return jnp.where(mask, tiny_models.poison(array, value), array)
 
     return jax.tree.map(leaf, store)
 
@@ -229,8 +216,9 @@ def _poisoned(store: kv_cache.LayerStore, is_unused_BS: np.ndarray, value: float
 # Memory that was never written, or whose group is not settled yet, is not read (pegainfer-project/pegainfer#291).
 @pytest.mark.parametrize("poison", [np.nan, 1e4])
 @pytest.mark.parametrize("dtype", ["int8_channel", "int4"])
-def test_what_is_not_settled_is_not_read(dtype, poison):
-    session = _session(None, 0, 1, "full", dtype, capacity=24)
+@pytest.mark.parametrize("layout", ["full", "paged"])
+def test_what_is_not_settled_is_not_read(layout, dtype, poison):
+    session = _session(None, 0, 1, layout, dtype, capacity=24)
     session.append([14, 6], 14)
     cache = session.cache
     store, grouping = cache.stores[0], cache.codec.grouping
@@ -240,7 +228,8 @@ def test_what_is_not_settled_is_not_read(dtype, poison):
     settled_B1 = np.asarray([[12], [4]])
     recent = _poisoned(store.recent, np.asarray(cache.positions[recent_idx]) == EMPTY, poison)
     groups = dataclasses.replace(store, recent=None)
-    groups = _poisoned(groups, np.arange(24)[None, :] >= settled_B1, poison)
+    is_open = np.arange(24)[None, :] >= settled_B1
+    groups = _poisoned(groups, is_open if layout == "full" else is_open.reshape(-1, 2 * Z), poison)
     session.cache = dataclasses.replace(cache, stores=(dataclasses.replace(groups, recent=recent),))
     session.append([1, 2], 2)
     session.append([8, 12], 12)
@@ -260,13 +249,58 @@ def test_what_is_not_finite_stays_in_its_group_and_row():
     assert np.isfinite(stored_k).all()
 
 
+# Two tokens after a group settle it, and pages hold two groups. A group that settles after the fork is each row's own.
+def test_forks_share_pages_of_settled_groups():
+    session = _session(None, 0, 1, "paged", "int4", capacity=32)
+    session.append([22, 13], 22)
+    np.testing.assert_array_equal(session.cache.pages_BC, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    session.fork([0, 0])
+    # 20 of 22 tokens are settled: two pages, and one that begins as a copy of half a page.
+    np.testing.assert_array_equal(session.cache.pages_BC, [[0, 1, 2, 3], [0, 1, 4, 5]])
+    np.testing.assert_array_equal(session.cache.shared_B, [16, 16])
+    session.append([1, 2], 2)
+    session.fork([1, 0])
+    session.truncate([1, 2])
+    session.append([7, 4], 9)
+    # 28 and 20 tokens are settled: two pages of both rows and one of the first, and of each fork one column and two.
+    repeated = cache_rows.repeat_rows(session.cache, 2)
+    np.testing.assert_array_equal(repeated.shared_B, [24, 24, 16, 16])
+    assert repeated.stores[0].keys.data_BSX.shape[0] == 3 + 2 * (1 + 2)
+
+
+# A row that is taken back after a fork settles a group again that others read, where others read it.
+def test_shared_pages_are_never_written():
+    session = _session(None, 0, 1, "paged", "int4", capacity=32)
+    session.append([18, 1], 22)
+    session.fork([0, 0])
+    session.truncate([2, 1])
+    np.testing.assert_array_equal(session.cache.shared_B, [16, 16])  # but of 16 and 17 tokens 12 are settled
+    (store,) = session.cache.stores
+    is_shared_PZ = np.broadcast_to(np.isin(np.arange(8), [0, 1])[:, None], (8, 2 * Z))
+    marked = _poisoned(dataclasses.replace(store, recent=None), is_shared_PZ, 7.0)
+    cache = dataclasses.replace(session.cache, stores=(dataclasses.replace(marked, recent=store.recent),))
+    k_BTKH = jnp.asarray(session.rng.normal(size=(B, 9, K, H)), jnp.float32)
+    after, _ = append(cache, k_BTKH, k_BTKH, jnp.full(B, 9), None, 0)
+    after = dataclasses.replace(after.stores[0], recent=None)
+    for old, new in zip(jax.tree.leaves(marked), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(new[:2], old[:2])
+        assert not np.array_equal(new[2:], old[2:])
+    session.append([9, 3], 9)
+    session.truncate([1, 2])
+    with pytest.raises(ValueError, match="row 1: expected a length of at least the 16 tokens whose pages other rows"):
+        kv_cache.truncate(session.cache, jnp.asarray([16, 15]))
+
+
 # Groups of 128, as they are unless said; donated buffers that cannot be used, or are used twice, are errors here.
 @pytest.mark.parametrize("dtype", ["int8_channel", "int4"])
-def test_donated_step_writes_in_place_and_compiles_once(dtype):
-    cache = allocate.init_cache(
-        _model(None, 0), config_lib.CacheConfig(dtype=dtype), batch_size=B, capacity=256, compute_dtype="float32"
-    )
+@pytest.mark.parametrize("layout", ["auto", "paged"])
+def test_donated_step_writes_in_place_and_compiles_once(layout, dtype):
+    own = config_lib.CacheConfig(layout=layout, dtype=dtype)
+    cache = allocate.init_cache(_model(None, 0), own, batch_size=B, capacity=256, compute_dtype="float32")
     traces = []
+
+    def first_group(cache) -> np.ndarray:
+        return cache.rows(cache.layout_idx[0], cache.stores[0].keys).block(0, 128)
 
     def run(cache, k_BTKH):
         traces.append(k_BTKH.shape)
@@ -276,12 +310,12 @@ def test_donated_step_writes_in_place_and_compiles_once(dtype):
     cache, _ = append(cache, jnp.ones((B, 159, K, H)), jnp.ones((B, 159, K, H)), None, None, 0)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.stores)}
     assert len(pointers) == len(jax.tree.leaves(cache.stores))
-    assert not np.asarray(cache.stores[0].keys.block(0, 128)).any()  # the latest 32 tokens are exact
+    assert not np.asarray(first_group(cache)).any()  # the latest 32 tokens are exact
     for count in range(3):
         given = cache
         cache = step(cache, jnp.ones((B, 1, K, H)))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)), count
     assert len(traces) == 1
     np.testing.assert_array_equal(cache.length_B, [162, 162])
-    np.testing.assert_allclose(cache.stores[0].keys.block(0, 128), 1, rtol=1e-6)
+    np.testing.assert_allclose(first_group(cache), 1, rtol=1e-6)
     assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.stores)} == pointers

@@ -107,17 +107,13 @@ def test_lines_of_pages_by_hand():
 LAYOUTS = [("auto", 0), ("auto", 3), ("full", 0), ("paged", 1)]
 
 
-CACHES = [
-    (layout, slack, dtype)
-    for layout, slack in LAYOUTS
-    for dtype in config_lib.CACHE_DTYPES
-    if dtype != "auto" and not (layout == "paged" and dtype in config_lib.GROUPED_DTYPES)
-]
-
-
-@pytest.mark.parametrize(("layout", "slack", "dtype"), CACHES)
+@pytest.mark.parametrize(("layout", "slack"), LAYOUTS)
+@pytest.mark.parametrize("dtype", [dtype for dtype in config_lib.CACHE_DTYPES if dtype != "auto"])
 def test_ledger_is_the_cache_and_the_compiler_s_argument(layout, slack, dtype):
-    plan = plan_of(layout=layout, slack=slack, dtype=dtype, page_len=3 if layout == "paged" else None)
+    pages: dict[str, Any] = {}
+    if layout == "paged":  # of three tokens, or of two groups of four
+        pages = {"page_len": 8, "group_len": 4} if dtype in config_lib.GROUPED_DTYPES else {"page_len": 3}
+    plan = plan_of(layout=layout, slack=slack, dtype=dtype, **pages)
     own, cache = ledger.ledger(plan), allocated(plan)
     assert own.num_bytes == own.device_bytes == cache.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert own.num_bytes == argument_bytes(cache)
@@ -165,23 +161,28 @@ def test_a_cache_that_evicts_on_a_mesh():
     assert own.device_bytes == shard == argument_bytes(cache)
 
 
-def test_lines_of_groups_by_hand():
-    own = ledger.ledger(plan_of(layout="full", dtype="int4", slack=3, group_len=4))
-    # 19 slots are 5 groups of 4; 2 heads of 6 in one run each; a ring of 4 + (3 + 1) + 3 slots for the latest tokens.
-    ring = "ring(window=8, slack=3)"
+# 19 slots are 5 groups of 4, or 3 pages of two.
+@pytest.mark.parametrize(("layout", "page_len", "groups"), [("full", None, 5), ("paged", 8, 6)])
+def test_lines_of_groups_by_hand(layout, page_len, groups):
+    model = dataclasses.replace(MIXED, layers=MIXED.layers[2:] * 3)
+    own = ledger.ledger(plan_of(model, layout=layout, dtype="int4", slack=3, group_len=4, page_len=page_len))
+    # 2 heads of 6 in one run each; a ring of 4 + (3 + 1) + 3 slots for the latest tokens.
+    name, ring, S = f"{layout}(page_len=8)" if page_len else layout, "ring(window=8, slack=3)", 4 * groups
+    tables = [("pages", "", 0, 0, 4 * B * 3), ("shared", "", 0, 0, 4 * B)] if page_len else []
     assert [(line.name, line.layout, line.num_layers, line.num_slots, line.num_bytes) for line in own.lines] == [
-        ("keys and values", "full", 3, 20, 3 * B * 20 * 2 * 6),
-        ("keys: scale", "full", 3, 20, 3 * B * 5 * 2 * 6 * 4),
-        ("keys: offset", "full", 3, 20, 3 * B * 5 * 2 * 6 * 4),
-        ("values: scale", "full", 3, 20, 3 * B * 20 * 2 * 2),
-        ("values: offset", "full", 3, 20, 3 * B * 20 * 2 * 2),
+        ("keys and values", name, 3, S, 3 * B * S * 2 * 6),
+        ("keys: scale", name, 3, S, 3 * B * groups * 2 * 6 * 4),
+        ("keys: offset", name, 3, S, 3 * B * groups * 2 * 6 * 4),
+        ("values: scale", name, 3, S, 3 * B * S * 2 * 2),
+        ("values: offset", name, 3, S, 3 * B * S * 2 * 2),
         ("recent keys and recent values", ring, 3, 11, 2 * 3 * B * 11 * 2 * 6 * 2),
-        ("positions", "full", 0, 20, 4 * B * 20),
+        ("positions", name, 0, S, 4 * B * S),
         ("positions", ring, 0, 11, 4 * B * 11),
         ("length", "", 0, 0, 4 * B),
+        *tables,
     ]
     formulas = [line.formula for line in own.lines if line.formula is not None]
-    assert formulas == ["2·3·5·20·2·6·4/8", "2·3·5·11·2·6·2", "5·20·4", "5·11·4", "5·4"]
+    assert formulas[:5] == [f"2·3·5·{S}·2·6·4/8", "2·3·5·11·2·6·2", f"5·{S}·4", "5·11·4", "5·4"]
     assert own.stored_bytes == sum(line.num_bytes for line in own.lines[:6])
 
 
@@ -246,6 +247,18 @@ def test_bytes_a_device_of_pages(model, heads):
     own_heads = heads // model if heads % model == 0 else heads
     slots = 4 + 6 + 21  # rings of 4 and of 2 + 4, and seven pages
     assert own.device_bytes == B * (2 * slots * own_heads * 6 * 2 + 4 * (slots + 7 + 1 + 1))
+    groups = plan_of(
+        config, layout="paged", dtype="int4", group_len=4, page_len=8, mesh=config_lib.MeshConfig(model=model)
+    )
+    held = [
+        sum(shard.data.nbytes for shard in leaf.addressable_shards[:1]) for leaf in jax.tree.leaves(allocated(groups))
+    ]
+    # Numbers, scales and offsets of two groups a page are split as the heads are; so are latest tokens.
+    assert ledger.ledger(groups).device_bytes == sum(held) == argument_bytes(allocated(groups))
+    stored = sum(line.num_bytes for line in ledger.ledger(groups).lines if line.is_stored)
+    assert (
+        sum(line.device_bytes for line in ledger.ledger(groups).lines if line.is_stored) == stored * own_heads // heads
+    )
     with pytest.raises(ValueError, match=r"layout paged: expected a mesh with data=1 .* got data=2; use model"):
         ledger.ledger(dataclasses.replace(plan, mesh=config_lib.MeshConfig(data=2)))
 

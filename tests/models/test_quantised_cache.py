@@ -57,23 +57,25 @@ def test_backends_agree(dtype):
 
 
 DRAFTS = [
-    ("llama_gqa", "model", "int8"),
-    ("mistral_w16", "ngram", "int8"),
-    ("mistral_w16", "layer_skip", "fp8"),
-    ("llama_gqa", "ngram", "int4"),
-    ("mistral_w16", "layer_skip", "int4"),
+    ("llama_gqa", "model", "int8", "auto"),
+    ("mistral_w16", "ngram", "int8", "auto"),
+    ("mistral_w16", "layer_skip", "fp8", "auto"),
+    ("llama_gqa", "ngram", "int4", "auto"),
+    ("llama_gqa", "ngram", "int4", "paged"),
+    ("mistral_w16", "layer_skip", "int4", "auto"),
 ]
 DRAFTS += [
-    pytest.param(name, kind, dtype, marks=pytest.mark.exhaustive)
+    pytest.param(name, kind, dtype, layout, marks=pytest.mark.exhaustive)
     for name in ("llama_gqa", "mistral_w16")
     for kind in drafts_under_test.KINDS
     for dtype in ("int8", "fp8", "int8_channel", "int4")
-    if (name, kind, dtype) not in DRAFTS
+    for layout in (("auto", "paged") if name == "llama_gqa" else ("auto",))
+    if (name, kind, dtype, layout) not in DRAFTS
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "dtype"), DRAFTS)
-def test_greedy_with_a_draft_is_plain_greedy(name, kind, dtype):
+@pytest.mark.parametrize(("name", "kind", "dtype", "layout"), DRAFTS)
+def test_greedy_with_a_draft_is_plain_greedy(name, kind, dtype, layout):
     lm = tiny_model.load(name)
     rows = [[5, 6, 7] * 6, [9, 8], [3] * 11]
     # Of 16 tokens the latest 4 are exact, whatever slack a draft of 3 needs.
@@ -81,7 +83,7 @@ def test_greedy_with_a_draft_is_plain_greedy(name, kind, dtype):
     options: dict[str, Any] = {
         "max_new_tokens": 40,
         "ignore_eos": True,
-        "cache": config.CacheConfig(dtype=dtype, **groups),
+        "cache": config.CacheConfig(dtype=dtype, layout=layout, **groups),
     }
     plain = lm.generate(rows, **options)
     drafted = lm.generate(rows, draft=drafts_under_test.make(kind, lm), num_draft_tokens=3, **options)

@@ -57,7 +57,7 @@ CASES = [("auto", 2, 4, heads, "auto") for heads in (1, 2, 3, 4, 8)]
 CASES += [("auto", *case, "auto") for case in ((1, 8, 3), (1, 8, 8), (8, 1, 2), (1, 2, 8), (1, 2, 6))]
 CASES += [("full", 2, 4, 4, "auto"), ("full", 1, 8, 2, "auto")]
 # The quality of a quantised cache depended on the number of devices (vllm-project/vllm#23813).
-CASES += [("full", 2, 4, 4, "int4"), ("auto", 2, 4, 3, "int8_channel")]
+CASES += [("full", 2, 4, 4, "int4"), ("auto", 2, 4, 3, "int8_channel"), ("paged", 1, 4, 4, "int4")]
 
 
 @pytest.mark.parametrize(("layout", "data", "model", "num_kv_heads", "dtype"), CASES)
