@@ -88,7 +88,7 @@ def poison_free_pages(prefixes: prefix_cache.PrefixCache) -> None:
     free = jnp.asarray([page for page in range(pool.num_pages) if not pool.is_kept(page)], jnp.int32)
 
     def fill(rows, value: float):
-        return jax.tree.map(lambda leaf: leaf.at[free].set(value if leaf.dtype == jnp.float32 else 99), rows)
+        return jax.tree.map(lambda leaf: leaf.at[free].set(tiny_models.poison(leaf, value)), rows)
 
     device.stores = tuple(
         kv_cache.LayerStore(keys=fill(store.keys, np.nan), values=fill(store.values, 1e4)) for store in device.stores
