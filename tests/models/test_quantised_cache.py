@@ -41,6 +41,18 @@ def test_chunked_is_whole(dtype, chunk_len):
     np.testing.assert_allclose(_logits(dtype, chunk_len), _logits(dtype, 17), atol=ATOL)
 
 
+@pytest.mark.parametrize(
+    "dtype", [name if name in ("int8", "int4") else pytest.param(name, marks=pytest.mark.slow) for name in DTYPES]
+)
+def test_going_on_from_every_cut_is_whole(dtype):
+    text, cuts = ROWS[0], range(17)
+    cache = tiny_models.empty_cache(tiny_models.MIXED, len(cuts), dtype=dtype)
+    _, cache = tiny_models.feed(MODEL, PARAMS, [text[:cut] for cut in cuts], cache, 17)
+    got, _ = tiny_models.feed(MODEL, PARAMS, [text[cut:] for cut in cuts], cache, 17)
+    whole = _logits(dtype, 17)[:17]
+    tiny_models.assert_rows_close(got, [whole[cut:] for cut in cuts], ATOL)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slack", [0, 3])
 def test_ring_is_full(dtype, slack):

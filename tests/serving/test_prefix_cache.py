@@ -46,7 +46,7 @@ def test_text_goes_on_from_every_cut(cache, short_chunks):  # 5.6, 5.8, 5.9, 5.1
     prefixes = init(cache=cache)
     base, other = text(21), text(21, seed=3)
     assert check(prefixes, [base], cache) == 0
-    for cut in (0, 1, 2, 3, 4, 7, 8, 13, 19, 20):
+    for cut in range(21):
         assert base[cut] != other[cut]
         assert check(prefixes, [base[:cut] + other[cut:]], cache) == cut
     assert check(prefixes, [base], cache) == 20  # one token at least is computed
