@@ -118,7 +118,11 @@ def test_taken_back_tokens_are_not_read(slack, layout, chunk_len):
         np.testing.assert_array_equal(got, expected)
 
 
-EXPIRED = [("small blocks", 0, "full", "int8"), ("small blocks", 0, "full", "int4"), ("reference", 4, "auto", "bfloat16")]
+EXPIRED = [
+    ("small blocks", 0, "full", "int8"),
+    ("small blocks", 0, "full", "int4"),
+    ("reference", 4, "auto", "bfloat16"),
+]
 EXPIRED += [
     pytest.param(*case, dtype, marks=pytest.mark.slow)
     for case in (("small blocks", 0, "full"), ("reference", 4, "auto"))

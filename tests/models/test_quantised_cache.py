@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdecode import config
+from jdecode.cache import allocate
 from jdecode.models import transformer
 from tests import tiny_model, tiny_models
 from tests.speculative import drafts_under_test
@@ -33,6 +34,21 @@ def test_close_to_float32_but_not_the_same(dtype):
     difference = np.abs(_logits(dtype, 17) - _logits("float32", 17))
     assert ATOL < difference.max() < MOST_OFF[dtype]
     assert difference.mean() < (0.05 if "int8" in dtype else 0.3)
+
+
+# What should stay exact was quantised with the prompt (huggingface/transformers#35185). Of groups of 16 the first is
+# stored when 4 tokens have come after it: to the query at 19, not to those before, in one block or right after it.
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("int8_channel", marks=pytest.mark.slow)])
+def test_the_latest_tokens_are_exact_within_a_prompt_and_after_it(dtype):
+    cache_config = config.CacheConfig(dtype=dtype, group_len=16)
+    cache = allocate.init_cache(tiny_models.MIXED, cache_config, batch_size=2, capacity=32, compute_dtype="float32")
+    text = tiny_models.random_rows([23])[0]
+    whole = tiny_models.whole(MODEL, PARAMS, [text], 23)[0]
+    heads, cache = tiny_models.feed(MODEL, PARAMS, [text, text[:17]], cache, 23)
+    tails, _ = tiny_models.feed(MODEL, PARAMS, [[], text[17:]], cache, 1)
+    for got in (heads[0], np.concatenate([heads[1], tails[1]])):
+        off = np.abs(got - whole).max(axis=-1)
+        assert off[:19].max() < tiny_models.LOGITS_ATOL < 2e-4 < off[19:].min()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -61,7 +61,7 @@ CASES += [("full", 2, 4, 4, "int4"), ("auto", 2, 4, 3, "int8_channel"), ("paged"
 CASES += [("auto", 1, 2, 4, "int8"), ("full", 2, 2, 4, "fp8")]
 
 STEP_ATOL = 5e-3
-"""As in ``tests/models/test_quantised_cache.py``: another order of sums, and a number may fall to the next of 8 bits."""
+"""As in ``models/test_quantised_cache``: another order of sums, and a number may fall to the next of 8 bits."""
 
 
 @pytest.mark.parametrize(("layout", "data", "model", "num_kv_heads", "dtype"), CASES)
@@ -86,7 +86,9 @@ def test_mesh_equals_one_device(layout, data, model, num_kv_heads, dtype):
             np.testing.assert_allclose(other, one, rtol=2**-10)
             continue
         step = int(one.dtype == jnp.int8 and dtype != "int8_channel")  # the next number of fp8 has the next bits, too
-        np.testing.assert_allclose(np.asarray(other, np.float32), np.asarray(one, np.float32), rtol=0, atol=max(step, atol))
+        np.testing.assert_allclose(
+            np.asarray(other, np.float32), np.asarray(one, np.float32), rtol=0, atol=max(step, atol)
+        )
     _check_places(cache, after, placed, data=data, model=model, num_kv_heads=num_kv_heads)
 
 
