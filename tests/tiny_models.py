@@ -76,7 +76,7 @@ def poison(leaf: jax.Array, value: jax.Array | float) -> jax.Array:
         return jnp.asarray(value, leaf.dtype)
     if leaf.dtype == jnp.int16:  # the bits of a float16, see ``codec_int4``
         return jax.lax.bitcast_convert_type(jnp.asarray(value, jnp.float16), jnp.int16)
-    if leaf.dtype == jnp.uint16:  # those of a float16 or of a bfloat16: NaN in both, or 2**13 in one and 2**97 in the other
+    if leaf.dtype == jnp.uint16:  # of a float16 or a bfloat16: NaN as either; or 2**13 as the one, 2**97 as the other
         return jnp.where(jnp.isnan(value), 0x7FFF, 0x7000).astype(jnp.uint16)
     return jnp.asarray(99, leaf.dtype)
 
