@@ -76,6 +76,8 @@ def poison(leaf: jax.Array, value: jax.Array | float) -> jax.Array:
         return jnp.asarray(value, leaf.dtype)
     if leaf.dtype == jnp.int16:  # the bits of a float16, see ``codec_int4``
         return jax.lax.bitcast_convert_type(jnp.asarray(value, jnp.float16), jnp.int16)
+    if leaf.dtype == jnp.uint16:  # of a float16 or a bfloat16: NaN as either; or 2**13 as the one, 2**97 as the other
+        return jnp.where(jnp.isnan(value), 0x7FFF, 0x7000).astype(jnp.uint16)
     return jnp.asarray(99, leaf.dtype)
 
 
@@ -155,22 +157,28 @@ def assert_rows_close(got: Sequence[np.ndarray], expected: Sequence[np.ndarray],
         np.testing.assert_allclose(row_got, row_expected, rtol=0, atol=atol)
 
 
-def fill_unused(cache: kv_cache.KVCache, value: float, *, is_unused) -> kv_cache.KVCache:
-    """Overwrites the keys and values of the slots that ``is_unused(position_BS, length_B1)`` (numpy) picks."""
+def fill_unused(
+    cache: kv_cache.KVCache, value: float, *, is_unused, layers: Sequence[int] | None = None
+) -> kv_cache.KVCache:
+    """Overwrites the keys and values of the slots that ``is_unused(position_BS, length_B1)`` (numpy) picks.
+
+    Scales of a group of slots are overwritten where all of its slots are. The latest tokens beside groups stay.
+
+    Args:
+      layers: of which; ``None`` for all.
+    """
 
     def fill(rows, unused_BS):
-        num_slots = unused_BS.shape[1]
+        leaves, structure = jax.tree.flatten(rows)
+        for idx, (array, axis) in enumerate(zip(leaves, rows.slot_axes, strict=True)):
+            unused_BE = unused_BS.reshape(len(unused_BS), array.shape[axis], -1).all(axis=2)
+            leaves[idx] = jnp.where(jnp.expand_dims(unused_BE, 3 - axis), poison(array, value), array)
+        return structure.unflatten(leaves)
 
-        def leaf(array):
-            mask = unused_BS[:, :, None] if array.shape[1] == num_slots else unused_BS[:, None, :]
-            return jnp.where(mask, poison(array, value), array)
-
-        return jax.tree.map(leaf, rows)
-
-    stores = []
-    for store, layout_idx in zip(cache.stores, cache.layout_idx, strict=True):
-        position_BS, length_B1 = np.asarray(cache.positions[layout_idx]), np.asarray(cache.length_B)[:, None]
+    stores = list(cache.stores)
+    for idx in range(len(stores)) if layers is None else layers:
+        position_BS, length_B1 = np.asarray(cache.positions[cache.layout_idx[idx]]), np.asarray(cache.length_B)[:, None]
         unused_BS = jnp.asarray(is_unused(position_BS, length_B1))
-        changed = {"keys": fill(store.keys, unused_BS), "values": fill(store.values, unused_BS)}
-        stores.append(dataclasses.replace(store, **changed))
+        changed = {"keys": fill(stores[idx].keys, unused_BS), "values": fill(stores[idx].values, unused_BS)}
+        stores[idx] = dataclasses.replace(stores[idx], **changed)
     return dataclasses.replace(cache, stores=tuple(stores))

@@ -1,5 +1,7 @@
 """8 bits a number and a scale a token and head: what is stored, what it stands for, and that attention reads it so."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,27 @@ def test_fp8_saturates_and_keeps_its_precision(size):
     np.testing.assert_allclose(got, x, rtol=1 / 16, atol=size * 2.0**-10 / 448)
     np.testing.assert_allclose(got[0, :2], x[0, :2], rtol=1e-6)
     np.testing.assert_array_equal(got[2], 0)
+
+
+# A maximum over float8 was NaN (jax-ml/jax#19011): the greatest magnitude is sought before the cast.
+def test_float8_is_read_and_written_and_nothing_else():
+    def run(x_BTKH, q_BKGTH):
+        block = _codec("fp8").encode(x_BTKH).stored(0, 5).only(jnp.ones((B, 5), bool))
+        return block.scores(q_BKGTH), block.weighted(jnp.ones((B, K, 1, 2, 5))), block.widened().scores(q_BKGTH)
+
+    program = str(jax.make_jaxpr(run)(jnp.ones((B, 5, K, H)), jnp.ones((B, K, 1, 2, H))))
+    made_by = set(re.findall(r"f8_e4m3fn\[[\d,]*\] = (\w+)", program))
+    moves = {"bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "jit", "reshape", "select_n"}
+    assert {"bitcast_convert_type", "convert_element_type"} <= made_by <= moves
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("name", MOST)
+def test_a_block_of_half_precision_is_quantised_in_float32(name, rotates):
+    codec, x = _codec(name, rotates), jnp.asarray(np.random.default_rng(7).normal(size=(B, 5, K, H)), jnp.bfloat16)
+    half, wide = codec.encode(x), codec.encode(x.astype(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, half, wide)
+    assert half.scale_BKS.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", MOST)

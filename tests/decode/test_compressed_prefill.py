@@ -42,10 +42,16 @@ def read(rows, how=HOW, *, dtype="float32", chunk_len=512, capacity=32):
     return compressed_prefill.prefill(model_of(), {"params": PARAMS}, rows, cache, how, chunk_len=chunk_len)
 
 
-def plain(tokens: list[int], num_prompt: int, how=HOW) -> tuple[np.ndarray, dict[int, list[int]]]:
+def plain(
+    tokens: list[int], num_prompt: int, how=HOW, held: dict[tuple[int, int], list[int]] | None = None
+) -> tuple[np.ndarray, dict[int, list[int]]]:
     """Runs a text whose first tokens are a prompt: the logits of each place, and what each layer keeps of the prompt.
 
     Scores are computed from projections, turned by their true positions; nothing of the package's cache is used.
+
+    Args:
+      held: for a layer and a place after the prompt, the positions that its query sees; ``None`` for those that were
+        kept of the prompt, and all after it.
     """
     stream = [np.asarray(PARAMS["embedding"]["weight"], np.float64)[token] for token in tokens]
     group, kept = MODEL.num_heads // MODEL.num_kv_heads, {}
@@ -73,7 +79,7 @@ def plain(tokens: list[int], num_prompt: int, how=HOW) -> tuple[np.ndarray, dict
         for t, x in enumerate(stream):
             seen = [s for s in range(t + 1) if layer.window is None or t - s < layer.window]
             if idx in FULL and t >= num_prompt:
-                seen = [*kept[idx], *range(num_prompt, t + 1)]
+                seen = [*kept[idx], *range(num_prompt, t + 1)] if held is None else held[idx, t]
             heads = [
                 sum(w * sides[2][s][n // group] for w, s in zip(weights(t, n, seen), seen, strict=True))
                 for n in range(MODEL.num_heads)
@@ -107,6 +113,27 @@ def test_beside_a_plain_model():
         for row, ids in enumerate(ROWS):
             want = texts[row][0][len(ids) + first : len(ids) + end]
             np.testing.assert_allclose(got[row], want, rtol=0, atol=tiny_models.LOGITS_ATOL)
+
+
+# Positions were counted anew from the rows that were left, and a block after an eviction saw by their order
+# (rajveer43/VeloxQuant-MLX#137, #370). Which tokens go is held against lists in tests/cache/test_compress.py.
+def test_evictions_while_text_is_written_move_no_position():
+    how, new = dataclasses.replace(HOW, num_new=None), tiny_models.random_rows([9, 9, 9], MODEL.vocab_size, seed=7)
+    cache, _ = read(ROWS, how)
+    held, logits = [{} for _ in ROWS], [[] for _ in ROWS]
+    for first, end in ((0, 1), (1, 4), (4, 7), (7, 8), (8, 9)):  # single tokens, and blocks of three
+        tokens_BT, num_B = tiny_models.padded([row[first:end] for row in new], end - first)
+        got, cache = tiny_models.apply(model_of(), PARAMS, tokens_BT, cache, num_B)
+        for row, ids in enumerate(ROWS):
+            logits[row].extend(np.asarray(got[row]))
+            for layer in FULL:
+                left = sorted(kept_of(cache, layer, row))
+                held[row] |= {(layer, t): [p for p in left if p <= t] for t in range(len(ids) + first, len(ids) + end)}
+    for row, ids in enumerate(ROWS):
+        want = plain([*ids, *new[row]], len(ids), how, held[row])[0][len(ids) :]
+        np.testing.assert_allclose(np.stack(logits[row]), want, rtol=0, atol=tiny_models.LOGITS_ATOL)
+        for left in (held[row][layer, len(ids) + 8] for layer in FULL):
+            assert len(left) == 7 < left[-1] - left[0]  # with gaps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

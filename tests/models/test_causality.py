@@ -1,12 +1,14 @@
 """Nothing reaches back: later tokens, padding, and what unused cache memory holds."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdecode.attention import visibility
+from jdecode import config
+from jdecode.attention import blockwise, select, visibility
 from jdecode.cache import kv_cache
 from jdecode.models import transformer
 from tests import tiny_models
@@ -99,8 +101,8 @@ def test_padding_tokens_are_not_seen(slack, layout, chunk_len):
 
 @pytest.mark.parametrize("chunk_len", [1, W + 1])
 @pytest.mark.parametrize(("slack", "layout"), [(2, "auto"), (2, "full")])
-def test_taken_back_and_expired_tokens_are_not_read(slack, layout, chunk_len):
-    """Slots that hold a position past the length or, on a window, one that no query sees any more."""
+def test_taken_back_tokens_are_not_read(slack, layout, chunk_len):
+    """Slots that hold a position past the length."""
     _, cache = tiny_models.feed(
         MODEL, PARAMS, [EARLIER] * 3, tiny_models.empty_cache(tiny_models.MIXED, 3, slack=slack, layout=layout), 3
     )
@@ -114,3 +116,44 @@ def test_taken_back_and_expired_tokens_are_not_read(slack, layout, chunk_len):
     assert not np.array_equal(poisoned.stores[2].keys.block(0, 32), clean_rows)
     for got, expected in zip(_feed(poisoned, chunk_len), _feed(cache, chunk_len), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+EXPIRED = [
+    ("small blocks", 0, "full", "int8"),
+    ("small blocks", 0, "full", "int4"),
+    ("reference", 4, "auto", "bfloat16"),
+]
+EXPIRED += [
+    pytest.param(*case, dtype, marks=pytest.mark.slow)
+    for case in (("small blocks", 0, "full"), ("reference", 4, "auto"))
+    for dtype in config.CACHE_DTYPES
+    if dtype != "auto" and (*case, dtype) not in EXPIRED
+]
+
+
+# What lies behind a window was handed to others and read all the same, with a quantised cache and layers of two kinds
+# (vllm-project/vllm#42273). A ring has such slots for as long as it has slack; the layout full keeps them all.
+@pytest.mark.parametrize(("backend", "slack", "layout", "dtype"), EXPIRED)
+def test_expired_tokens_are_not_read(backend, slack, layout, dtype, monkeypatch):
+    monkeypatch.setitem(select.BACKENDS, "small blocks", functools.partial(blockwise.attend, block_size=4))
+    model = dataclasses.replace(MODEL, backend=backend)
+    rows = [EARLIER, EARLIER[:-3], EARLIER[: W - 1]]  # the last has not filled its window
+    cache = tiny_models.empty_cache(tiny_models.MIXED, 3, slack=slack, layout=layout, dtype=dtype)
+    _, cache = tiny_models.feed(model, PARAMS, rows, cache, 3)
+    poisoned = cache
+    for idx, layer in enumerate(tiny_models.MIXED.layers[:2]):
+
+        def is_expired(position_BS, length_B1, num_sinks=layer.num_sinks):
+            return (position_BS <= length_B1 - W) & (position_BS >= num_sinks)
+
+        poisoned = tiny_models.fill_unused(poisoned, 1e4, is_unused=is_expired, layers=[idx])
+        before, after = (
+            np.asarray(own.stores[idx].keys.block(0, own.stores[idx].keys.num_slots)) for own in (cache, poisoned)
+        )
+        is_changed_B = (before != after).any(axis=(1, 2, 3))
+        assert is_changed_B[0] and not is_changed_B[2]
+    tails = [row[-7:] for row in ROWS]
+    got, expected = (tiny_models.feed(model, PARAMS, tails, own, 3)[0] for own in (poisoned, cache))
+    for own, row in zip(got, expected, strict=True):
+        assert np.isfinite(row).all()
+        np.testing.assert_array_equal(own, row)

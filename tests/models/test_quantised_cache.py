@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdecode import config
+from jdecode.cache import allocate
 from jdecode.models import transformer
 from tests import tiny_model, tiny_models
 from tests.speculative import drafts_under_test
@@ -35,10 +36,37 @@ def test_close_to_float32_but_not_the_same(dtype):
     assert difference.mean() < (0.05 if "int8" in dtype else 0.3)
 
 
+# What should stay exact was quantised with the prompt (huggingface/transformers#35185). Of groups of 16 the first is
+# stored when 4 tokens have come after it: to the query at 19, not to those before, in one block or right after it.
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("int8_channel", marks=pytest.mark.slow)])
+def test_the_latest_tokens_are_exact_within_a_prompt_and_after_it(dtype):
+    cache_config = config.CacheConfig(dtype=dtype, group_len=16)
+    cache = allocate.init_cache(tiny_models.MIXED, cache_config, batch_size=2, capacity=32, compute_dtype="float32")
+    text = tiny_models.random_rows([23])[0]
+    whole = tiny_models.whole(MODEL, PARAMS, [text], 23)[0]
+    heads, cache = tiny_models.feed(MODEL, PARAMS, [text, text[:17]], cache, 23)
+    tails, _ = tiny_models.feed(MODEL, PARAMS, [[], text[17:]], cache, 1)
+    for got in (heads[0], np.concatenate([heads[1], tails[1]])):
+        off = np.abs(got - whole).max(axis=-1)
+        assert off[:19].max() < tiny_models.LOGITS_ATOL < 2e-4 < off[19:].min()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_len", [1, 3, 4, 5, 9])
 def test_chunked_is_whole(dtype, chunk_len):
     np.testing.assert_allclose(_logits(dtype, chunk_len), _logits(dtype, 17), atol=ATOL)
+
+
+@pytest.mark.parametrize(
+    "dtype", [name if name in ("int8", "int4") else pytest.param(name, marks=pytest.mark.slow) for name in DTYPES]
+)
+def test_going_on_from_every_cut_is_whole(dtype):
+    text, cuts = ROWS[0], range(17)
+    cache = tiny_models.empty_cache(tiny_models.MIXED, len(cuts), dtype=dtype)
+    _, cache = tiny_models.feed(MODEL, PARAMS, [text[:cut] for cut in cuts], cache, 17)
+    got, _ = tiny_models.feed(MODEL, PARAMS, [text[cut:] for cut in cuts], cache, 17)
+    whole = _logits(dtype, 17)[:17]
+    tiny_models.assert_rows_close(got, [whole[cut:] for cut in cuts], ATOL)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -70,6 +70,16 @@ def test_chunked_equals_whole(layout, chunk_len, expected):
     np.testing.assert_array_equal(cache.length_B, LENGTHS)
 
 
+# A prefill that began after tokens held already gave other texts than one from the start (tenstorrent/vllm#415).
+@pytest.mark.parametrize("layout", ["full", "ring", "ring+2"])
+def test_going_on_from_every_cut_equals_whole(layout, expected):
+    text, cuts = ROWS[0], range(LENGTHS[0])
+    _, cache = tiny_models.feed(MODEL, PARAMS, [text[:cut] for cut in cuts], empty(layout, len(cuts)), WHOLE_LEN)
+    np.testing.assert_array_equal(cache.length_B, list(cuts))
+    got, _ = tiny_models.feed(MODEL, PARAMS, [text[cut:] for cut in cuts], cache, WHOLE_LEN)
+    tiny_models.assert_rows_close(got, [expected[0][cut:] for cut in cuts])
+
+
 @pytest.mark.parametrize("layout", ["full", "ring+2"])
 def test_reference_backend_through_cache(layout, expected):
     got, _ = tiny_models.feed(REFERENCE, PARAMS, ROWS, empty(layout), 2 * W + 1)

@@ -60,11 +60,14 @@ def read(
 
 
 def check(
-    prefixes: prefix_cache.PrefixCache, prompts: Sequence[Sequence[int]], cache: config_lib.CacheConfig = AUTO
+    prefixes: prefix_cache.PrefixCache,
+    prompts: Sequence[Sequence[int]],
+    cache: config_lib.CacheConfig = AUTO,
+    lm: language_model.LanguageModel = LM,
 ) -> int:
     """Holds prompts that are read with a prefix cache against a cold reading; returns how many tokens were reused."""
-    cold, _ = read(prompt_reader.PlainReader(), prompts, cache)
-    warm, reading = read(prefixes.reader(LM.model, LM.params, cache), prompts, cache)
+    cold, _ = read(prompt_reader.PlainReader(), prompts, cache, lm)
+    warm, reading = read(prefixes.reader(lm.model, lm.params, cache), prompts, cache, lm)
     tiny_models.assert_rows_close(warm, cold)
     assert [int(length) for length in reading.cache.length_B] == [len(prompt) for prompt in prompts]
     check_accounts(prefixes)
@@ -88,7 +91,7 @@ def poison_free_pages(prefixes: prefix_cache.PrefixCache) -> None:
     free = jnp.asarray([page for page in range(pool.num_pages) if not pool.is_kept(page)], jnp.int32)
 
     def fill(rows, value: float):
-        return jax.tree.map(lambda leaf: leaf.at[free].set(value if leaf.dtype == jnp.float32 else 99), rows)
+        return jax.tree.map(lambda leaf: leaf.at[free].set(tiny_models.poison(leaf, value)), rows)
 
     device.stores = tuple(
         kv_cache.LayerStore(keys=fill(store.keys, np.nan), values=fill(store.values, 1e4)) for store in device.stores

@@ -46,7 +46,7 @@ def test_text_goes_on_from_every_cut(cache, short_chunks):  # 5.6, 5.8, 5.9, 5.1
     prefixes = init(cache=cache)
     base, other = text(21), text(21, seed=3)
     assert check(prefixes, [base], cache) == 0
-    for cut in (0, 1, 2, 3, 4, 7, 8, 13, 19, 20):
+    for cut in range(21):
         assert base[cut] != other[cut]
         assert check(prefixes, [base[:cut] + other[cut:]], cache) == cut
     assert check(prefixes, [base], cache) == 20  # one token at least is computed
@@ -74,6 +74,38 @@ def test_rings_that_forget_are_reused_only_where_they_are_intact():  # 5.8, 5.9,
     assert check(prefixes, [base[:38] + other[38:]]) == 32
     assert check(prefixes, [base[:15] + other[15:]]) == 15
     assert check(prefixes, [base[:14] + other[14:]]) == 0  # needs 11, too
+
+
+def test_every_window_must_be_intact_not_the_largest_alone():  # 5.8
+    window, _, full = LM.config.layers
+    lm = make_lm(dataclasses.replace(LM.config, layers=(window, dataclasses.replace(window, window=9), full)))
+    prefixes = lm.init_prefix_cache(num_pages=200, page_len=PAGE_LEN)
+    base, other = text(40), text(40, seed=3)
+    check(prefixes, [base], lm=lm)  # chunks of 16, 16 and 8: the ring of 9 loses nothing of the last, that of 4 does
+    assert check(prefixes, [base[:38] + other[38:]], lm=lm) == 32
+    assert check(prefixes, [base[:30] + other[30:]], lm=lm) == 16
+    assert check(prefixes, [base[:31] + other[31:]], lm=lm) == 31  # 23 .. 30 are there for the one, 28 .. 30 for both
+    assert check(prefixes, [base + other[:9]], lm=lm) == 40
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_what_free_pages_hold_changes_no_bit(dtype, short_chunks):  # 4.4, 4.6
+    cache = config_lib.CacheConfig(dtype=dtype)
+    clean, poisoned = (init(num_pages=24, cache=cache) for _ in range(2))
+    base, other = text(27), text(27, seed=3)
+    first, second = base[:9] + other[9:], base[:9] + other[9:15] + base[15:]
+    for prompt in (base, first, second, other, second):  # some give way to others, and their pages are taken again
+        readings = []
+        for prefixes in (clean, poisoned):
+            if prefixes is poisoned:
+                poison_free_pages(prefixes)
+            reader = prefixes.reader(LM.model, LM.params, cache)
+            readings.append(read(reader, [prompt], cache))
+        (expected, cold), (got, warm) = readings
+        np.testing.assert_array_equal(got, expected)
+        assert warm.stats == cold.stats
+    assert poisoned.statistics.tokens_reused == 9 + 15 + 20 and poisoned.statistics.pages_evicted > 0
+    check_accounts(poisoned)
 
 
 def test_rows_of_a_batch_have_prefixes_of_their_own():
