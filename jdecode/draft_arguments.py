@@ -80,6 +80,7 @@ def load_models(
     draft: Any = own.draft
     if draft is None:
         return command_line.load_model(chosen), {}
+    _check_cache(chosen.run.cache, own.num_draft_tokens)
     opened = None
     if draft != NGRAM:
         checked, opened = _checked(chosen, draft)
@@ -93,6 +94,17 @@ def load_models(
         "verify": own.verify,
         "adaptive_draft": own.adaptive,
     }
+
+
+def _check_cache(cache: config.CacheConfig, num_draft_tokens: int) -> None:
+    """Refuses a cache that a draft does not go with."""
+    from jdecode import drafts  # late: it imports jax
+
+    try:
+        drafts.check_cache(cache, num_draft_tokens)
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        raise ValueError(f"--{name.replace('_', '-')}:{rest}") from None
 
 
 def _checked(chosen: command_line.Settings, draft: str) -> "tuple[str | checkpoint.Checkpoint, checkpoint.Checkpoint]":

@@ -58,20 +58,10 @@ def make_speculation(
                 "num_draft_tokens, verify, adaptive_draft: act on a draft, and there is none; give one, or leave these"
             )
         return None
-    if cache.eviction == "h2o":
-        raise ValueError(
-            "draft: expected a cache that can take tokens back, got the eviction h2o, which cannot; use snapkv, or "
-            "leave the draft out"
-        )
-    with_slack = speculation.with_slack(cache, num_draft_tokens)
-    if with_slack.group_lag != cache.group_lag:
-        raise ValueError(
-            f"num_draft_tokens: expected at most {(cache.group_lag or 1) - 1} beside a cache in {cache.dtype} with groups "
-            f"of {cache.group_len} and slack {cache.slack}, got {num_draft_tokens} (more would keep other tokens exact, "
-            f"and so change the text); give fewer, or a cache with slack {num_draft_tokens}, with and without the draft"
-        )
+    check_cache(cache, num_draft_tokens)
     # A draft's own cache keeps every token.
-    chosen, params = _chosen(target, draft, with_slack.without_eviction())
+    own_cache = speculation.with_slack(cache, num_draft_tokens).without_eviction()
+    chosen, params = _chosen(target, draft, own_cache)
     return speculation.Speculation(
         draft=chosen,
         draft_params=params,
@@ -79,6 +69,26 @@ def make_speculation(
         verify=verify_lib.RULES[verify],
         costs=_costs(target, chosen, params) if adaptive_draft else None,
     )
+
+
+def check_cache(cache: config_lib.CacheConfig, num_draft_tokens: int) -> None:
+    """Refuses a cache that a draft does not go with.
+
+    Raises:
+      ValueError: it cannot take tokens back, or a draft would change which of them are exact; one line.
+    """
+    if cache.eviction == "h2o":
+        raise ValueError(
+            "draft: expected a cache that can take tokens back, got the eviction h2o, which cannot; use snapkv, or "
+            "leave the draft out"
+        )
+    if speculation.with_slack(cache, num_draft_tokens).group_lag != cache.group_lag:
+        most = (cache.group_lag or 1) - 1
+        raise ValueError(
+            f"num_draft_tokens: expected at most {most} beside a cache in {cache.dtype} with groups of "
+            f"{cache.group_len} and slack {cache.slack}, got {num_draft_tokens} (more would keep other tokens exact, "
+            f"and so change the text); give fewer, or a cache with slack {num_draft_tokens}, with and without the draft"
+        )
 
 
 def _chosen(

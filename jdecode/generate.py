@@ -230,6 +230,7 @@ def _main(argv: Sequence[str] | None) -> None:
     chosen = command_line.settings(arguments)
     speculative = draft_arguments.settings(arguments, chosen.run.speculative)
     cache = eviction_arguments.settings(arguments, chosen.run.cache)
+    chosen = dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, cache=cache))
     shortening = prompt_arguments.shortening(arguments)
     prompt = _read_prompt(arguments, chosen.run)
     lm, drafting = draft_arguments.load_models(chosen, speculative)
