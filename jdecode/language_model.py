@@ -262,6 +262,7 @@ class LanguageModel:
             verify=verify,
             adaptive_draft=adaptive_draft,
             cache=cache,
+            num_tokens=longest,
         )
         if speculation is not None:
             cache = speculation_lib.with_slack(cache, speculation.num_draft_tokens)
