@@ -1,4 +1,4 @@
-"""Caches by groups of tokens, beside a plain list of the tokens and a quantiser in numpy."""
+"""Caches by groups of tokens, beside a plain list of the tokens and the codecs' formulas in numpy."""
 
 import dataclasses
 
@@ -13,9 +13,11 @@ from jdecode import config as config_lib
 from jdecode.attention import visibility
 from jdecode.cache import allocate, kv_cache, layer_view
 from jdecode.cache import block as block_lib
+from tests import plain_codecs
 
 EMPTY = int(visibility.EMPTY)
 B, K, H, Z = 2, 3, 4, 4
+SIDES = ("keys", "values")
 
 
 def _model(window: int | None, num_sinks: int) -> config_lib.ModelConfig:
@@ -46,31 +48,6 @@ def _append(cache, k_BTKH, v_BTKH, num_tokens_B, window, num_sinks):
 append = jax.jit(_append, static_argnums=(4, 5))
 
 
-def _keys(group_ZKH: np.ndarray, dtype: str) -> np.ndarray:
-    """Quantises a group of keys by channel, with loops."""
-    out = np.zeros_like(group_ZKH)
-    for head in range(K):
-        for channel in range(H):
-            x = group_ZKH[:, head, channel]
-            if dtype == "int4":
-                step, base = (x.max() - x.min()) / 15, x.min()
-            else:
-                step, base = np.abs(x).max() / 127, 0.0
-            out[:, head, channel] = base + step * np.round((x - base) / step) if step else base
-    return out
-
-
-def _values(group_ZKH: np.ndarray, dtype: str) -> np.ndarray:
-    """Quantises values by token and head; of 4 bits, with a step and a middle that are numbers of float16."""
-    if dtype == "int4":
-        least = group_ZKH.min(axis=-1, keepdims=True)
-        step = ((group_ZKH.max(axis=-1, keepdims=True) - least) / 15).astype(np.float16).astype(np.float32)
-        middle = (least + 8 * step).astype(np.float16).astype(np.float32)
-        return middle + step * np.clip(np.round((group_ZKH - middle) / step), -8, 7)
-    step = np.abs(group_ZKH).max(axis=-1, keepdims=True) / 127
-    return step * np.round(group_ZKH / step)
-
-
 @dataclasses.dataclass
 class Session:
     """A cache, and beside it each row as a list of the tokens that were appended and not taken back."""
@@ -84,21 +61,21 @@ class Session:
     rows: list[list] = dataclasses.field(default_factory=lambda: [[] for _ in range(B)])
     longest: list[int] = dataclasses.field(default_factory=lambda: [0] * B)
 
-    def expected(self, row: int, query: int) -> list[tuple]:
-        """What a query sees: position, key, value, and whether they are exact."""
-        found = []
+    def expected(self, row: int, query: int) -> dict[int, tuple[np.ndarray, ...]]:
+        """What a query sees: for each position what is held of its keys and values (``plain_codecs.held``)."""
+        found = {}
         for position in range(query + 1):
             if not (self.window is None or query - position < self.window or position < self.num_sinks):
                 continue
-            first = position // Z * Z
-            k, v = self.rows[row][position]
+            first, num, dtype = position // Z * Z, Z, self.dtype
             # Settled: the group is there, and more tokens after it than can be taken back (a quarter of it is one).
-            is_settled = first + Z + self.slack + 1 <= query + 1
-            if is_settled:
-                group = self.rows[row][first : first + Z]
-                k = _keys(np.stack([pair[0] for pair in group]), self.dtype)[position - first]
-                v = _values(np.stack([pair[1] for pair in group]), self.dtype)[position - first]
-            found.append((position, k, v, is_settled))
+            if first + Z + self.slack + 1 > query + 1:
+                first, num, dtype = position, 1, "float32"
+            sides = zip(*self.rows[row][first : first + num], strict=True)
+            found[position] = tuple(
+                plain_codecs.held(np.stack(own), dtype, side)[:, position - first]
+                for own, side in zip(sides, SIDES, strict=True)
+            )
         return found
 
     def append(self, counts: list[int], block_len: int) -> None:
@@ -116,21 +93,18 @@ class Session:
                 self.check(seen, row, t, self.expected(row, start + t))
         np.testing.assert_array_equal(self.cache.length_B, [len(own) for own in self.rows])
 
-    def check(self, seen, row: int, t: int, expected: list[tuple]) -> None:
-        found = []
+    def check(self, seen, row: int, t: int, expected: dict[int, tuple[np.ndarray, ...]]) -> None:
+        found = {}
         for position_BS, mask_BTS, k_BSKH, v_BSKH, first, end in seen:
             for slot in np.flatnonzero(mask_BTS[row, t]):
-                assert first <= slot < end
-                found.append((int(position_BS[row, slot]), k_BSKH[row, slot], v_BSKH[row, slot]))
-        found.sort(key=lambda entry: entry[0])
-        assert [entry[0] for entry in found] == [entry[0] for entry in expected]
-        for (_, k, v), (_, want_k, want_v, is_settled) in zip(found, expected, strict=True):
-            if not is_settled:
-                np.testing.assert_array_equal(k, want_k)
-                np.testing.assert_array_equal(v, want_v)
-            else:
-                np.testing.assert_allclose(k, want_k, rtol=1e-5)
-                np.testing.assert_allclose(v, want_v, rtol=1e-5)
+                position = int(position_BS[row, slot])
+                assert first <= slot < end and position not in found
+                found[position] = (k_BSKH[row, slot], v_BSKH[row, slot])
+        assert sorted(found) == sorted(expected)
+        for idx, side in enumerate(SIDES):
+            got = np.stack([found[position][idx] for position in expected])
+            held = np.stack([own[idx] for own in expected.values()], axis=1)
+            plain_codecs.assert_held(got, held, self.dtype, side)
 
     def truncate(self, back: list[int]) -> None:
         for row, count in enumerate(back):
@@ -196,16 +170,29 @@ def test_where_groups_lie():
     assert all(leaf.shape[1] == 9 for leaf in jax.tree.leaves(full.stores[0].recent))
 
 
-# Past the end nothing is overwritten, neither groups nor the latest tokens (jax-ml/jax#9083, #34257).
-def test_past_capacity_nothing_is_overwritten():
-    session = _session(None, 0, 0, "full", "int4", capacity=9)
+# Past the end nothing is overwritten, neither groups nor the latest tokens (jax-ml/jax#9083, #34257). The last group
+# settles there: it has all of its tokens, and slots of its own. The one after it has no slots.
+@pytest.mark.parametrize("block_len", [1, 6])  # written before it attends, and after
+@pytest.mark.parametrize("dtype", ["int8_channel", "int4"])
+def test_past_capacity_nothing_is_overwritten(dtype, block_len):
+    session = _session(None, 0, 0, "full", dtype, capacity=9)
     session.append([12, 11], 12)
-    before = session.cache
-    after, _ = append(before, jnp.full((B, 4, K, H), 99.0), jnp.ones((B, 4, K, H)), jnp.asarray([3, 0]), None, 0)
-    for old, new in zip(jax.tree.leaves(before.stores[0].recent), jax.tree.leaves(after.stores[0].recent), strict=True):
-        np.testing.assert_array_equal(new, old)
+    before = after = session.cache
+    for _ in range(6 // block_len):
+        block = jnp.full((B, block_len, K, H), 99.0)
+        after, _ = append(after, block, block, jnp.asarray([block_len, 0]), None, 0)
+    np.testing.assert_array_equal(after.length_B, [18, 11])
     for old, new in zip(before.positions, after.positions, strict=True):
         np.testing.assert_array_equal(new, old)
+    for old, new in zip(jax.tree.leaves(before.stores[0].recent), jax.tree.leaves(after.stores[0].recent), strict=True):
+        np.testing.assert_array_equal(new, old)
+    for old, new in zip(jax.tree.leaves(before.stores), jax.tree.leaves(after.stores), strict=True):
+        np.testing.assert_array_equal(new[1], old[1])
+    for idx, side in enumerate(SIDES):
+        old, new = (np.asarray(getattr(cache.stores[0], side).block(0, 12))[0] for cache in (before, after))
+        np.testing.assert_array_equal(new[: 2 * Z], old[: 2 * Z])
+        group_ZKH = np.stack([token[idx] for token in session.rows[0][2 * Z :]])
+        plain_codecs.assert_held(new[2 * Z :], plain_codecs.held(group_ZKH, dtype, side), dtype, side)
 
 
 def _poisoned(store: kv_cache.LayerStore, is_unused_BS: np.ndarray, value: float):
