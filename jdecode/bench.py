@@ -69,7 +69,8 @@ def _speculative(arguments: argparse.Namespace, base: config.SpeculativeConfig) 
     draft = arguments.draft or base.draft
     if draft is None or draft == draft_arguments.NO_DRAFT:
         raise ValueError("--draft: expected ngram, layer_skip or the weights of a model, got none; add --draft")
-    return config.SpeculativeConfig(draft=draft, verify=arguments.verify or base.verify)
+    most = max(arguments.num_draft_tokens)
+    return config.SpeculativeConfig(draft=draft, num_draft_tokens=most, verify=arguments.verify or base.verify)
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:

@@ -76,7 +76,7 @@ class ChatSession:
             chat.chat_template(lm.tokenizer)  # what cannot talk is refused before the first turn
         if capacity is not None:
             capacity = request_lib.count("capacity", capacity, least=1)
-        self._speculation = drafts.make_speculation(lm, cache=cache, **drafting)
+        self._speculation = drafts.make_speculation(lm, cache=cache, num_tokens=capacity, **drafting)
         self._capacity = self._default_capacity() if capacity is None else capacity
         self._most_drafted = 0
         if self._speculation is not None:

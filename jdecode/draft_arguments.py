@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jdecode import command_line, config, streaming
+from jdecode import command_line, config, flag_names, streaming
 
 if TYPE_CHECKING:
     from jdecode import language_model, request
@@ -88,6 +88,7 @@ def load_models(
     from jdecode.parallel import mesh as mesh_lib  # late: it imports jax
 
     mesh_lib.make_mesh(chosen.run.mesh)  # devices that are not there are no fault of the draft
+    _check_cache(chosen.run.cache, own.num_draft_tokens)
     if draft != NGRAM:
         checked, opened = _checked(chosen, draft, opened)
         if draft != LAYER_SKIP:
@@ -100,6 +101,14 @@ def load_models(
         "verify": own.verify,
         "adaptive_draft": own.adaptive,
     }
+
+
+def _check_cache(cache: config.CacheConfig, num_draft_tokens: int) -> None:
+    """Refuses a cache that a draft does not go with."""
+    from jdecode import drafts  # late: it imports jax
+
+    with flag_names.named({"draft": "--draft", "num_draft_tokens": "--num-draft-tokens"}):
+        drafts.check_cache(cache, num_draft_tokens)
 
 
 def _checked(

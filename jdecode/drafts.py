@@ -6,6 +6,7 @@ import jax
 
 from jdecode import config as config_lib
 from jdecode import request as request_lib
+from jdecode import streaming
 from jdecode.models import transformer
 from jdecode.speculative import draft as draft_lib
 from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, pace, speculation
@@ -30,6 +31,7 @@ def make_speculation(
     verify: str = DEFAULT.verify,
     adaptive_draft: bool = DEFAULT.adaptive,
     cache: config_lib.CacheConfig,
+    num_tokens: int | None = None,
 ) -> speculation.Speculation | None:
     """Checks a draft against its target.
 
@@ -39,6 +41,7 @@ def make_speculation(
       verify: a name of ``verify.RULES``.
       adaptive_draft: whether fewer are proposed while few are accepted.
       cache: layout and dtype, of the draft's cache too.
+      num_tokens: of the longest text, prompt and output; ``None`` where it stays within the trained length.
 
     Raises:
       ValueError, TypeError: something that cannot be honoured, one line.
@@ -58,21 +61,12 @@ def make_speculation(
                 "num_draft_tokens, verify, adaptive_draft: act on a draft, and there is none; give one, or leave these"
             )
         return None
-    if cache.eviction == "h2o":
-        raise ValueError(
-            "draft: expected a cache that can take tokens back, got the eviction h2o, which cannot; use snapkv, or "
-            "leave the draft out"
-        )
-    with_slack = speculation.with_slack(cache, num_draft_tokens)
-    if with_slack.group_lag != cache.group_lag:
-        raise ValueError(
-            f"num_draft_tokens: expected at most {(cache.group_lag or 1) - 1} beside a cache in {cache.dtype} with "
-            f"groups of {cache.group_len} and slack {cache.slack}, got {num_draft_tokens} (more would keep other "
-            f"tokens exact, and so change the text); give fewer, or a cache with slack {num_draft_tokens}, with and "
-            "without the draft"
-        )
+    check_cache(cache, num_draft_tokens)
     # A draft's own cache keeps every token.
-    chosen, params = _chosen(target, draft, with_slack.without_eviction())
+    own_cache = speculation.with_slack(cache, num_draft_tokens).without_eviction()
+    chosen, params = _chosen(target, draft, own_cache)
+    if isinstance(chosen, draft_model.ModelDraft) and num_tokens is not None:
+        _check_length(target.config, chosen.model.config, num_tokens)
     return speculation.Speculation(
         draft=chosen,
         draft_params=params,
@@ -80,6 +74,38 @@ def make_speculation(
         verify=verify_lib.RULES[verify],
         costs=_costs(target, chosen, params) if adaptive_draft else None,
     )
+
+
+def check_cache(cache: config_lib.CacheConfig, num_draft_tokens: int) -> None:
+    """Refuses a cache that a draft does not go with.
+
+    Raises:
+      ValueError: it cannot take tokens back, or a draft would change which of them are exact; one line.
+    """
+    if cache.eviction == "h2o":
+        raise ValueError(
+            "draft: expected a cache that can take tokens back, got the eviction h2o, which cannot; use snapkv, or "
+            "leave the draft out"
+        )
+    if speculation.with_slack(cache, num_draft_tokens).group_lag != cache.group_lag:
+        most = (cache.group_lag or 1) - 1
+        raise ValueError(
+            f"num_draft_tokens: expected at most {most} beside a cache in {cache.dtype} with groups of "
+            f"{cache.group_len} and slack {cache.slack}, got {num_draft_tokens} (more would keep other tokens exact, "
+            f"and so change the text); give fewer, or a cache with slack {num_draft_tokens}, with and without the draft"
+        )
+
+
+def _check_length(target: config_lib.ModelConfig, draft: config_lib.ModelConfig, num_tokens: int) -> None:
+    """Refuses a draft that stays behind where the target goes on for ever: its cache grows, and its proposals fail."""
+    if not streaming.is_endless(target) or streaming.is_endless(draft):
+        return
+    if num_tokens > max(target.max_positions, draft.max_positions):
+        raise ValueError(
+            f"draft: expected one that goes on past its trained length, as the target does, for a text of "
+            f"{num_tokens:,} tokens, got one trained for {draft.max_positions:,}; give one with a window "
+            "(draft=lm.with_window(W)), or ngram"
+        )
 
 
 def _chosen(

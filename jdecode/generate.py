@@ -229,6 +229,7 @@ def _main(argv: Sequence[str] | None) -> None:
     chosen = command_line.settings(arguments)
     speculative = draft_arguments.settings(arguments, chosen.run.speculative)
     cache = eviction_arguments.settings(arguments, chosen.run.cache)
+    chosen = dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, cache=cache))
     shortening = prompt_arguments.shortening(arguments)
     prompt = _read_prompt(arguments, chosen.run)
     opened = None

@@ -223,6 +223,7 @@ class LanguageModel:
         num_samples = request_lib.count("num_samples", num_samples, least=1)
         if logprobs is not None:
             logprobs = request_lib.count("logprobs", logprobs, least=0, most=self.config.vocab_size)
+        longest = max(len(prompt) for prompt in ids) + max_new_tokens
         speculation = drafts.make_speculation(
             self,
             draft=draft,
@@ -230,6 +231,7 @@ class LanguageModel:
             verify=verify,
             adaptive_draft=adaptive_draft,
             cache=cache,
+            num_tokens=longest,
         )
         if speculation is not None:
             cache = speculation_lib.with_slack(cache, speculation.num_draft_tokens)
@@ -238,7 +240,7 @@ class LanguageModel:
             len(ids) * num_samples,
             plan,
             self.mesh,
-            num_tokens=max(len(prompt) for prompt in ids) + max_new_tokens,
+            num_tokens=longest,
             max_new_tokens=max_new_tokens,
             logprobs=logprobs,
             speculation=speculation,

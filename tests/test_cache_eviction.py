@@ -107,7 +107,7 @@ def test_a_draft_writes_the_same_text(lm, draft):
     plain = lm.generate(PROMPTS, logprobs=0, **options)
     drafted = lm.generate(PROMPTS, draft=draft, verify="coupled", adaptive_draft=False, **options)
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
-    assert drafted.stats["drafted"] > drafted.stats["accepted"]  # so some were taken back
+    assert drafted.stats["tested"] > drafted.stats["accepted"] > 0  # so some stayed, and some were taken back
     assert drafted.stats["tokens_evicted"] == 37 - 8
 
 

@@ -70,6 +70,34 @@ def test_a_draft_of_another_vocabulary(refused):
     assert line.startswith("--draft: expected a model with the target's 288 tokens, got one with 163")
 
 
+def test_a_block_that_a_cache_by_groups_cannot_take_back(refused, tmp_path: pathlib.Path):
+    # The latest quarter of a group of 128 is exact, and what can be taken back must be less.
+    for draft in ("ngram", "absent.gguf"):
+        line = refused(draft, "--kv-dtype", "int4", "--num-draft-tokens", "32")
+        assert line.startswith("--num-draft-tokens: expected at most 31 beside a cache in int4 with groups of 128 and ")
+        assert line.endswith("; give fewer, or a cache with slack 32, with and without the draft")
+    # Slack, which a config may give, is that of the texts without a draft, too.
+    (tmp_path / "c.yaml").write_text(f"weights: {TINY_GGUF}\ncache: {{dtype: int4, slack: 40}}\n")
+    line = refused("ngram", "--config", str(tmp_path / "c.yaml"), "--num-draft-tokens", "41")
+    assert line.startswith("--num-draft-tokens: expected at most 40 beside")
+
+
+def test_an_eviction_that_no_draft_goes_with(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
+    def load(source, **options):
+        raise ValueError("weights are read")
+
+    monkeypatch.setattr(language_model, "load", load)
+    (tmp_path / "c.yaml").write_text(f"weights: {TINY_GGUF}\ncache: {{eviction: h2o, budget: 9}}\n")
+    flags = ["--config", str(tmp_path / "c.yaml"), "--prompt", "a", "--draft", "ngram"]
+    # What counts is the cache of the flags.
+    for more, message in (
+        ([], "--draft: expected a cache that can take"),
+        (["--eviction", "snapkv"], "weights are read"),
+    ):
+        assert generate.main([*flags, *more]) == 2
+        assert capsys.readouterr().err.startswith(f"jdecode.generate: error: {message}")
+
+
 def test_layers_to_skip_are_known_before_the_weights_are():
     opened = checkpoint.open_checkpoint(TINY_GGUF)
     drafts.check_opened(opened, drafts.LAYER_SKIP)

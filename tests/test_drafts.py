@@ -13,6 +13,7 @@ from jdecode.parallel import mesh as mesh_lib
 from jdecode.speculative import draft_layer_skip, draft_model, draft_ngram, verify
 from tests import tiny_model
 from tests.speculative import drafts_under_test
+from tests.test_chat_session import PLAIN, with_template
 
 CHAIN = sampling.standard_chain()
 
@@ -135,6 +136,43 @@ def test_a_conversation_whose_caches_fit_only_one_by_one_is_refused(monkeypatch)
     lm.chat_session(capacity=2000, draft="ngram")
     with pytest.raises(ValueError, match=r"^memory: .* for cache, draft's cache and output of 1 rows x 2000 slots; "):
         lm.chat_session(capacity=2000, draft=lm)
+
+
+@pytest.mark.parametrize(
+    ("cache", "most"),
+    [
+        # A quarter of a group is exact, and one more than the slack; what can be taken back must be less.
+        (config.CacheConfig(dtype="int4", group_len=8), 1),
+        (config.CacheConfig(dtype="int8_channel", group_len=8, slack=3), 3),
+        (config.CacheConfig(dtype="int4"), 31),
+        (config.CacheConfig(dtype="int4", slack=31), 31),
+        (config.CacheConfig(dtype="int8"), config.MOST_DRAFT_TOKENS),
+    ],
+)
+def test_a_draft_that_would_change_which_tokens_are_exact_is_refused(cache, most):
+    lm = with_template(tiny_model.load_text(), PLAIN)
+    options: Any = {"draft": "ngram", "cache": cache}
+    assert drafts.make_speculation(lm, num_draft_tokens=most, **options) is not None
+    if most == config.MOST_DRAFT_TOKENS:
+        return
+    message = (
+        f"num_draft_tokens: expected at most {most} beside a cache in {cache.dtype} with groups of {cache.group_len} "
+        f"and slack {cache.slack}, got {most + 1} (more would keep other tokens exact, and so change the text); "
+        f"give fewer, or a cache with slack {most + 1}, with and without the draft"
+    )
+    options["num_draft_tokens"] = most + 1
+    for act in (
+        lambda: drafts.make_speculation(lm, **options),
+        lambda: lm.generate([[5, 6]], **options),
+        lambda: lm.stream([[5, 6]], **options),
+        lambda: lm.chat_session(**options),
+    ):
+        with pytest.raises(ValueError) as refused:
+            act()
+        assert str(refused.value) == message
+    # As it says: with as much slack on both sides, the same tokens are exact.
+    options["cache"] = dataclasses.replace(cache, slack=most + 1)
+    assert drafts.make_speculation(lm, **options) is not None
 
 
 @pytest.mark.parametrize("slack", [0, 2, 3])

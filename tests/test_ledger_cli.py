@@ -205,7 +205,7 @@ def test_notes(capsys):
 def test_eviction(capsys):
     flags = [*LLAMA, "--kv-dtype", "bfloat16", "--eviction", "snapkv", "--cache-budget", "1000", "--new-tokens", "96"]
     report = run(capsys, *flags)
-    assert (report["eviction"], report["budget"]) == ("snapkv", 1000)
+    assert (report["eviction"], report["budget"], report["new_tokens"]) == ("snapkv", 1000, 96)
     # 16 requests of 1,000 + 96 slots, and of 4,000 for a prompt; a table a layer of 32, and one for all.
     cache = 16 * (131_072 * 1096 + 32 * 4 * 1096 + 4)
     prompt = 16 * (131_072 * 4000 + 4 * 4000 + 4)
@@ -219,6 +219,23 @@ def test_eviction(capsys):
     assert prefill == run(capsys, *LLAMA, "--kv-dtype", "bfloat16")["growth"][1]["prefill"]
     small = run(capsys, *LLAMA, "--eviction", "h2o", "--cache-budget", "4096")
     assert [note for note in small["notes"] if "so every token is kept" in note]
+
+
+def test_new_tokens_leave_room_for_a_prompt(capsys):
+    evicting = [*LLAMA[:2], "--eviction", "snapkv", "--cache-budget", "10"]
+    # Unless said, those of the config (64), but for one token of the prompt; none where nothing is evicted.
+    for context, usual in (("100", 64), ("65", 64), ("64", 63), ("2", 1)):
+        assert run(capsys, *evicting, "--context", context)["new_tokens"] == usual
+    assert run(capsys, *LLAMA)["new_tokens"] is None
+    most = run(capsys, *evicting, "--context", "100", "--new-tokens", "99")
+    assert most["new_tokens"] == 99
+    for given in ("100", "101"):
+        assert refused(capsys, *evicting, "--context", "100", "--new-tokens", given) == (
+            "--new-tokens: expected fewer than the context of 100 tokens, which has the prompt too, got "
+            f"{given}; give fewer, or a longer --context\n"
+        )
+    # The context may be the model's own.
+    assert "the context of 8192 tokens" in refused(capsys, *evicting, "--new-tokens", "8192")
 
 
 def test_compare_and_plot(tmp_path: pathlib.Path, capsys):

@@ -109,10 +109,37 @@ def test_a_draft_changes_no_token(lm, kind):
         adaptive_draft=False,
         **GREEDY,
     )
-    assert drafted.stats["drafted"] > 0
+    assert drafted.stats["tested"] > drafted.stats["accepted"] > 0
     assert tiny_model.rows(drafted) == tiny_model.rows(plain)
     # A model as the draft has the window, too, and so a cache that does not grow.
     assert drafted.stats.get("draft_cache_bytes", 0) <= drafted.stats["kv_cache_bytes"] or kind == "ngram"
+
+
+def test_a_draft_that_does_not_go_on_where_the_model_does(lm):
+    """Its cache would grow with the text, and its proposals past the trained length (256) would be worth nothing."""
+    base, prompt = tiny_model.load("llama_gqa"), [5, 6, 7]
+    most = base.config.max_positions - len(prompt)
+    message = (
+        r"^draft: expected one that goes on past its trained length, as the target does, for a text of 257 tokens, got "
+        r"one trained for 256; give one with a window \(draft=lm.with_window\(W\)\), or ngram$"
+    )
+    for act in (lm.stream, lm.generate):
+        with pytest.raises(ValueError, match=message):
+            act(prompt, max_new_tokens=most + 1, draft=base)
+    with pytest.raises(ValueError, match=message):
+        with_template(tiny_model.load_text(), PLAIN).with_window(W, N).chat_session(capacity=257, draft=base)
+    # A text that it can hold, a draft that goes on, one without a cache, and a model that does not go on itself.
+    lm.stream(prompt, max_new_tokens=most, draft=base)
+    lm.chat_session(capacity=256, draft=base)
+    lm.stream(prompt, max_new_tokens=most + 1, draft=lm)
+    for kind in ("ngram", "layer_skip"):
+        lm.stream(prompt, max_new_tokens=most + 1, draft=kind)
+    base.stream(prompt, max_new_tokens=most + 1, draft=base)
+    # What counts is the longer of the two: until there nothing is past the length that either was trained for.
+    longer = dataclasses.replace(base, config=dataclasses.replace(base.config, max_positions=300))
+    longer = dataclasses.replace(longer, model=dataclasses.replace(base.model, config=longer.config))
+    lm.stream(prompt, max_new_tokens=297, draft=longer)
+    longer.with_window(W, N).stream(prompt, max_new_tokens=297, draft=base)
 
 
 def test_rows_alone_and_scores(lm):

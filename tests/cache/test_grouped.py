@@ -1,4 +1,4 @@
-"""Caches by groups of tokens, beside a plain list of the tokens and a quantiser in numpy."""
+"""Caches by groups of tokens, beside a plain list of the tokens and the codecs' formulas in numpy."""
 
 import dataclasses
 
@@ -13,10 +13,11 @@ from jdecode import config as config_lib
 from jdecode.attention import visibility
 from jdecode.cache import allocate, cache_rows, kv_cache, layer_view
 from jdecode.cache import block as block_lib
-from tests import plain_groups, tiny_models
+from tests import plain_codecs, tiny_models
 
 EMPTY = int(visibility.EMPTY)
 B, K, H, Z = 2, 3, 4, 4
+SIDES = ("keys", "values")
 
 
 def _model(window: int | None, num_sinks: int) -> config_lib.ModelConfig:
@@ -61,21 +62,21 @@ class Session:
     rows: list[list] = dataclasses.field(default_factory=lambda: [[] for _ in range(B)])
     longest: list[int] = dataclasses.field(default_factory=lambda: [0] * B)
 
-    def expected(self, row: int, query: int) -> list[tuple]:
-        """What a query sees: position, key, value, and whether they are exact."""
-        found = []
+    def expected(self, row: int, query: int) -> dict[int, tuple[np.ndarray, ...]]:
+        """What a query sees: for each position what is held of its keys and values (``plain_codecs.held``)."""
+        found = {}
         for position in range(query + 1):
             if not (self.window is None or query - position < self.window or position < self.num_sinks):
                 continue
-            first = position // Z * Z
-            k, v = self.rows[row][position]
+            first, num, dtype = position // Z * Z, Z, self.dtype
             # Settled: the group is there, and more tokens after it than can be taken back (a quarter of it is one).
-            is_settled = first + Z + self.slack + 1 <= query + 1
-            if is_settled:
-                group = self.rows[row][first : first + Z]
-                k = plain_groups.keys(np.stack([pair[0] for pair in group]), self.dtype)[position - first]
-                v = plain_groups.values(np.stack([pair[1] for pair in group]), self.dtype)[position - first]
-            found.append((position, k, v, is_settled))
+            if first + Z + self.slack + 1 > query + 1:
+                first, num, dtype = position, 1, "float32"
+            sides = zip(*self.rows[row][first : first + num], strict=True)
+            found[position] = tuple(
+                plain_codecs.held(np.stack(own), dtype, side)[:, position - first]
+                for own, side in zip(sides, SIDES, strict=True)
+            )
         return found
 
     def append(self, counts: list[int], block_len: int) -> None:
@@ -93,21 +94,18 @@ class Session:
                 self.check(seen, row, t, self.expected(row, start + t))
         np.testing.assert_array_equal(self.cache.length_B, [len(own) for own in self.rows])
 
-    def check(self, seen, row: int, t: int, expected: list[tuple]) -> None:
-        found = []
+    def check(self, seen, row: int, t: int, expected: dict[int, tuple[np.ndarray, ...]]) -> None:
+        found = {}
         for position_BS, mask_BTS, k_BSKH, v_BSKH, first, end in seen:
             for slot in np.flatnonzero(mask_BTS[row, t]):
-                assert first <= slot < end
-                found.append((int(position_BS[row, slot]), k_BSKH[row, slot], v_BSKH[row, slot]))
-        found.sort(key=lambda entry: entry[0])
-        assert [entry[0] for entry in found] == [entry[0] for entry in expected]
-        for (_, k, v), (_, want_k, want_v, is_settled) in zip(found, expected, strict=True):
-            if not is_settled:
-                np.testing.assert_array_equal(k, want_k)
-                np.testing.assert_array_equal(v, want_v)
-            else:
-                np.testing.assert_allclose(k, want_k, rtol=1e-5)
-                np.testing.assert_allclose(v, want_v, rtol=1e-5)
+                position = int(position_BS[row, slot])
+                assert first <= slot < end and position not in found
+                found[position] = (k_BSKH[row, slot], v_BSKH[row, slot])
+        assert sorted(found) == sorted(expected)
+        for idx, side in enumerate(SIDES):
+            got = np.stack([found[position][idx] for position in expected])
+            held = np.stack([own[idx] for own in expected.values()], axis=1)
+            plain_codecs.assert_held(got, held, self.dtype, side)
 
     def truncate(self, back: list[int]) -> None:
         for row, count in enumerate(back):
@@ -188,17 +186,30 @@ def test_where_groups_lie():
         assert all(leaf.shape[:2] == (B, 9) for leaf in jax.tree.leaves(cache.stores[0].recent))
 
 
-# Past the end nothing is overwritten, neither groups nor the latest tokens (jax-ml/jax#9083, #34257).
-@pytest.mark.parametrize("layout", ["full", "paged"])
-def test_past_capacity_nothing_is_overwritten(layout):
-    session = _session(None, 0, 0, layout, "int4", capacity=9, page_len=Z)
+# Past the end nothing is overwritten, neither groups nor the latest tokens (jax-ml/jax#9083, #34257). The last group
+# settles there: it has all of its tokens, and slots of its own. The one after it has no slots.
+@pytest.mark.parametrize("block_len", [1, 6])  # written before it attends, and after
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("full", "int8_channel"), ("full", "int4"), ("paged", "int8_channel"), ("paged", "int4")]
+)
+def test_past_capacity_nothing_is_overwritten(layout, dtype, block_len):
+    session = _session(None, 0, 0, layout, dtype, capacity=9, page_len=Z)
     session.append([12, 11], 12)
-    before = session.cache
-    after, _ = append(before, jnp.full((B, 4, K, H), 99.0), jnp.ones((B, 4, K, H)), jnp.asarray([3, 0]), None, 0)
-    for old, new in zip(jax.tree.leaves(before.stores[0].recent), jax.tree.leaves(after.stores[0].recent), strict=True):
-        np.testing.assert_array_equal(new, old)
+    before = after = session.cache
+    for _ in range(6 // block_len):
+        block = jnp.full((B, block_len, K, H), 99.0)
+        after, _ = append(after, block, block, jnp.asarray([block_len, 0]), None, 0)
+    np.testing.assert_array_equal(after.length_B, [18, 11])
     for old, new in zip(before.positions, after.positions, strict=True):
         np.testing.assert_array_equal(new, old)
+    for old, new in zip(jax.tree.leaves(before.stores[0].recent), jax.tree.leaves(after.stores[0].recent), strict=True):
+        np.testing.assert_array_equal(new, old)
+    for idx, side in enumerate(SIDES):
+        old, new = (np.asarray(cache.rows(0, getattr(cache.stores[0], side)).block(0, 12)) for cache in (before, after))
+        np.testing.assert_array_equal(new[1], old[1])
+        np.testing.assert_array_equal(new[0, : 2 * Z], old[0, : 2 * Z])
+        group_ZKH = np.stack([token[idx] for token in session.rows[0][2 * Z :]])
+        plain_codecs.assert_held(new[0, 2 * Z :], plain_codecs.held(group_ZKH, dtype, side), dtype, side)
 
 
 def _poisoned(store: kv_cache.LayerStore, is_unused_BS: np.ndarray, value: float):

@@ -87,8 +87,10 @@ def read_once(monkeypatch, subject):
     read, whole = subject.read, prefill.prefill
 
     def copied(model, params, prompts, cache):
-        key = (id(params), cache.layouts, str(prompts))
-        if any(cache.layouts != layouts for _, layouts, _ in read):
+        # Layouts, codec and shapes: two caches of one layout may differ in dtype or capacity.
+        kind = jax.tree.structure(cache), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache))
+        key = (id(params), cache.layouts, kind, str(prompts))
+        if any(cache.layouts != layouts for _, layouts, *_ in read):
             read.clear()  # the tests of one cache stand together: the others are not needed again
         if key not in read:
             read[key] = params, whole(model, params, prompts, cache)  # with the parameters, an id stands for one object

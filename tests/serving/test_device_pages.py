@@ -19,7 +19,7 @@ from jdecode.cache import allocate, cache_rows, layer_view, paged_rows
 from jdecode.cache import block as block_lib
 from jdecode.serving import page_table, pages, prefix_tree
 from jdecode.serving.prefix_namespace import Namespace
-from tests import plain_groups, tiny_models
+from tests import plain_codecs, tiny_models
 
 B, C, P = 3, 4, 9
 K, H = 2, 4
@@ -90,7 +90,7 @@ def tokens_as_stored(dtype: str) -> list[np.ndarray]:
 def group_as_stored(dtype: str, group: tuple[int, ...]) -> list[np.ndarray]:
     """Returns the keys and the values of a group of tokens."""
     k = contents(np.asarray(group))
-    return [plain_groups.keys(k, dtype), plain_groups.values(-k, dtype)]
+    return [plain_codecs.held(x, dtype, side)[1] for x, side in ((k, "keys"), (-k, "values"))]
 
 
 @hypothesis.settings(

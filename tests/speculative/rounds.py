@@ -103,18 +103,19 @@ def text(state: speculative_round.SpeculativeState, prompt: list[int], row: int)
     return [*prompt, *np.asarray(state.decode.tokens_BM)[row, :num_new].tolist()]
 
 
-def keys_held(cache, row: int, layer: int) -> dict[int, np.ndarray]:
-    """Returns the keys that a layer holds of a row's text, by position."""
+def rows_held(cache, row: int, layer: int) -> dict[int, np.ndarray]:
+    """Returns the keys and values, one after the other, that a layer holds of a row's text, by position."""
     position_S = np.asarray(cache.positions[cache.layout_idx[layer]])[row]
-    data_SX = np.asarray(cache.stores[layer].keys.data_BSX)[row]
+    store = cache.stores[layer]
+    data_SX = np.concatenate([np.asarray(rows.data_BSX)[row] for rows in (store.keys, store.values)], axis=-1)
     length = int(cache.length_B[row])
     return {int(position): data_SX[slot] for slot, position in enumerate(position_S) if position < length}
 
 
-def fresh_cache(lm: language_model.LanguageModel, ids: list[int], slack: int) -> Any:
-    """Reads a text into a new cache."""
-    cache = lm.init_cache(batch_size=1, capacity=MAX_LEN, cache=config.CacheConfig(slack=slack))
-    return prefill.prefill(lm.model, lm.params, [ids], cache)[0]
+def fresh_cache(lm: language_model.LanguageModel, texts: list[list[int]], slack: int) -> Any:
+    """Reads texts into a new cache."""
+    cache = lm.init_cache(batch_size=len(texts), capacity=MAX_LEN, cache=config.CacheConfig(slack=slack))
+    return prefill.prefill(lm.model, lm.params, texts, cache)[0]
 
 
 def num_bytes(tree: Any) -> int:

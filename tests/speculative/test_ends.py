@@ -39,12 +39,21 @@ def assert_alike(result, plain):
 @pytest.mark.parametrize("num_right", [0, 2, 64])
 def test_an_end_token_at_every_place_of_the_block(num_right):
     draft = drafts_under_test.ScriptedDraft((num_right,))
+    round_len, places = min(num_right, G) + 1, set()
     for place in range(1, G + 4):
+        # The first token comes from the prompt. A round writes what is right and one token of the target's own, so the
+        # end is a proposal, or that token.
+        num_rounds = -(-place // round_len)
+        places.add((place - 1) % round_len)
         for steps in (1, loop.ALL_TOKENS):
             options = {"stop_token_ids": [SCRIPT[place]], "steps_per_look": steps}
             plain, result = run([SCRIPT], **options), run([SCRIPT], draft=draft, **options)
             assert tiny_model.rows(result) == [SCRIPT[: place + 1]]
+            assert result.finish_reasons == ["stop"]
             assert_alike(result, plain)
+            assert result.stats["target_calls"] == num_rounds
+            assert result.stats["accepted"] == place - place // round_len
+    assert places == set(range(round_len))
 
 
 def test_the_limit_at_every_place_of_the_block():
@@ -58,24 +67,43 @@ def test_the_limit_at_every_place_of_the_block():
         assert result.stats["accepted"] == result.stats["drafted"]
 
 
+STOPPED_TEXT = " the shore is this hat on the sea"
+
+
 @pytest.mark.parametrize("steps", [1, 3, loop.ALL_TOKENS])
 def test_a_stop_string_in_mid_block(steps):
     tokenizer = tiny_model.load_text().tokenizer
     assert tokenizer is not None
-    script = tokenizer.encode("the shore is this hat on the sea", add_special_tokens=False)
-    draft = drafts_under_test.ScriptedDraft((64,))
+    script = tokenizer.encode(STOPPED_TEXT.strip(), add_special_tokens=False)
+    draft, places = drafts_under_test.ScriptedDraft((64,)), set()
     for stop in ("shore", "e is", "this", "hat", "on", "sea", "nowhere"):
         options = {"stop": stop, "steps_per_look": steps, "max_new_tokens": len(script)}
-        assert_alike(run([script], draft=draft, **options), run([script], **options))
+        result = run([script], draft=draft, **options)
+        assert_alike(result, run([script], **options))
+        # Every proposal is right, whether or not it is part of the text at the end.
+        assert result.stats["drafted"] == result.stats["accepted"] > 0
+        before, found, _ = STOPPED_TEXT.partition(stop)
+        assert (result.texts, result.finish_reasons) == ([before], ["stop" if found else "length"])
+        num_tokens = next((num for num in range(1, len(script)) if stop in tokenizer.decode(script[:num])), len(script))
+        assert tiny_model.rows(result) == [script[:num_tokens]]
+        if found:
+            places.add((num_tokens - 2) % (G + 1))  # as above, the first token comes from the prompt
+    assert places == set(range(G + 1))
 
 
 def test_rows_end_at_places_of_their_own():
-    scripts = [SCRIPT, SCRIPT[3:], [*SCRIPT[5:8], 51, *SCRIPT[8:]], [41, 42, 43, 44, 45, 46, 47, 48, 49]]
-    draft = drafts_under_test.ScriptedDraft((64, 1, 0, 3))
-    options = {"stop_token_ids": [117, 51], "max_new_tokens": 9}
+    # A round of four right proposals ends row after row at each of its places, the last at the target's own token. The
+    # last row writes on: one right proposal of the two for which there is room, the target's own, and a token alone.
+    end, whole = 162, SCRIPT[:9]
+    scripts = [*[[*SCRIPT[:place], end, *SCRIPT[place:]] for place in range(1, G + 2)], whole]
+    draft = drafts_under_test.ScriptedDraft((64, 1, 0))
+    options = {"stop_token_ids": [end], "max_new_tokens": len(whole)}
     result = run(scripts, draft=draft, **options)
     assert_alike(result, run(scripts, **options))
-    assert tiny_model.rows(result)[0] == [40, 51]
+    assert tiny_model.rows(result) == [*[script[: 2 + row] for row, script in enumerate(scripts[:-1])], whole]
+    assert result.finish_reasons == [*["stop"] * (G + 1), "length"]
+    assert result.stats["accepted"] == (1 + 2 + 3 + 4 + 4) + (4 + 1)
+    assert result.stats["target_calls"] == 3
 
 
 def test_counts_are_of_what_was_tested():

@@ -39,35 +39,38 @@ def test_a_draft_that_is_the_target_is_always_accepted(num_draft_tokens, rule):
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_w16"])
 def test_after_every_accept_count_both_caches_hold_the_text(name):
     lm = tiny_model.load(name)
-    draft, G = drafts_under_test.noisy(lm, 0.25), 3
-    own = rounds.with_model(draft, G, most=(3, 3, 0, 3, 2))
-    state = rounds.begin(lm, PROMPTS, own, max_new=60)
-    seen = set()
-    for turn in range(24):
-        before_B = np.asarray(state.decode.num_new_B)
+    draft, G, most = drafts_under_test.noisy(lm), 3, (3, 2, 0, 3, 2)
+    own = rounds.with_model(draft, G, most=most)
+    state = rounds.begin(lm, PROMPTS, own, max_new=120)
+    draft_lens, seen = [len(prompt) for prompt in PROMPTS], set()
+    for turn in range(25):
+        before_B, asked = np.asarray(state.decode.num_new_B), most[turn % len(most)]
         state = rounds.run(lm, own, state, 1)
-        seen |= set((np.asarray(state.decode.num_new_B) - before_B - 1).tolist())
-        memory = state.drafting.memory["own"]
-        for row, prompt in enumerate(PROMPTS):
-            text = rounds.text(state, prompt, row)
-            assert int(state.decode.cache.length_B[row]) == len(text) - 1
-            # The draft has not read the latest token, nor, where all was accepted or it paused, those before it.
-            assert int(memory.length_B[row]) <= len(text) - 1
-            if turn % 5 == 0:
-                check_cache(lm, state.decode.cache, row, text)
-                check_cache(draft, memory, row, text)
-    assert seen == {0, 1, 2, 3}
+        accepted_B = (np.asarray(state.decode.num_new_B) - before_B - 1).tolist()
+        seen |= {(asked, accepted) for accepted in accepted_B}
+        texts = [rounds.text(state, prompt, row) for row, prompt in enumerate(PROMPTS)]
+        # The target has read all but the latest token. So has the draft, where it was asked, but its own last proposal,
+        # which it has not read; where it paused, it is as it was.
+        target_lens = [len(text) - 1 for text in texts]
+        if asked:
+            draft_lens = [
+                length - (accepted == asked) for length, accepted in zip(target_lens, accepted_B, strict=True)
+            ]
+        check_cache(lm, state.decode.cache, texts, target_lens)
+        check_cache(draft, state.drafting.memory["own"], texts, draft_lens)
+    assert seen == {(asked, accepted) for asked in set(most) for accepted in range(asked + 1)}
 
 
-def check_cache(lm, cache, row: int, text: list[int]) -> None:
-    """Compares what a cache holds with what reading the text gives."""
-    length = int(cache.length_B[row])
-    fresh = rounds.fresh_cache(lm, text[:length], slack=3)
+def check_cache(lm, cache, texts: list[list[int]], lengths: list[int]) -> None:
+    """Compares what a cache holds with what reading the beginnings of the texts gives."""
+    assert cache.length_B.tolist() == lengths
+    fresh = rounds.fresh_cache(lm, [text[:length] for text, length in zip(texts, lengths, strict=True)], slack=3)
     for layer, config_of_layer in enumerate(lm.config.layers):
-        held, expected = rounds.keys_held(cache, row, layer), rounds.keys_held(fresh, 0, layer)
-        window = config_of_layer.window or length
-        for position in range(max(0, length - window + 1), length):
-            np.testing.assert_allclose(held[position], expected[position], atol=1e-4)
+        for row, length in enumerate(lengths):
+            held, expected = rounds.rows_held(cache, row, layer), rounds.rows_held(fresh, row, layer)
+            seen = range(max(0, length - (config_of_layer.window or length) + 1), length)
+            got, want = (np.stack([own[position] for position in seen]) for own in (held, expected))
+            np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_a_round_of_five_with_four_accepted_is_one_call_over_six_places(monkeypatch):
