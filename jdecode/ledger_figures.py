@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any
 
-from jdecode import cache_relief, language_model, relief_way, step_cost
+import jax
+
+from jdecode import cache_plan, cache_relief, language_model, relief_way, step_cost
 from jdecode.cache import attention_work, layout_ring
 from jdecode.cache import ledger as ledger_lib
 from jdecode.decode import prefill
@@ -235,9 +237,13 @@ def _eviction_note(plan: ledger_lib.Plan, own: ledger_lib.Ledger) -> str:
     if not plan.is_compressed:
         return f"eviction: the budget of {plan.cache.budget:,} holds all that it would keep, so every token is kept"
     prompt, size = ledger_lib.prompt_bytes(plan), known_devices.size_text
+    lengths = {"longest_prompt": plan.longest_prompt, "max_new_tokens": plan.num_new, "capacity": None}
+    reserved = cache_plan.plan(plan.model, plan.cache, plan.compute_dtype, **lengths).row_shapes()
+    before, after = (plan.batch_size * sum(map(ledger_lib.leaf_bytes, jax.tree.leaves(row))) for row in reserved)
     return (
         f"eviction: a prompt of {plan.longest_prompt:,} tokens is read into a cache of {size(prompt)} first; for a "
-        f"moment both stand side by side, {size(prompt + own.num_bytes)}"
+        f"moment both stand side by side, {size(prompt + own.num_bytes)}; jdecode.generate, which reserves few sizes, "
+        f"takes {size(before)} and then {size(after)}"
     )
 
 

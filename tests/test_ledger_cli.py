@@ -213,6 +213,8 @@ def test_eviction(capsys):
     assert [line["layout"] for line in report["lines"]][:2] == ["kept(num_kept=1000, num_new=96)"] * 2
     (note,) = [note for note in report["notes"] if note.startswith("eviction:")]
     assert "a prompt of 4,000 tokens" in note and "7.81 GiB" in note and "9.96 GiB" in note
+    # A run has room for 4,096 tokens of a prompt and for 128 new ones.
+    assert note.endswith("takes 8.00 GiB and then 2.21 GiB")
     # A step reads all slots of a layer; a prefill all that a plain one does.
     step, prefill = report["growth"][1]["decode_step"], report["growth"][1]["prefill"]
     assert step["operations"] == 16 * 4 * 32 * 128 * 32 * 1096

@@ -30,7 +30,7 @@ def same_as_cold(prefixes: jdecode.PrefixCache, prompts, **options) -> dict:
     return dict(warm.stats)
 
 
-def test_ragged_prompts_with_a_ring_that_wraps():  # 5.9
+def test_ragged_prompts_with_a_ring_that_wraps():
     prefixes, base = init(), text(19)
     assert same_as_cold(prefixes, [base, text(3, seed=3), text(11, seed=4)])["prefix_tokens_reused"] == 0
     prompts = [base, [*text(3, seed=3), 5, 6], base + text(9, seed=6)]

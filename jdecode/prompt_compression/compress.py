@@ -87,6 +87,10 @@ def compress_prompt(
       result = lm.generate([short.ids])
     """
     started = time.perf_counter()
+    if scorer is not None and (isinstance(scorer, type) or not isinstance(scorer, token_scorer.TokenScorer)):
+        raise TypeError(f"scorer: expected a TokenScorer or None, got {scorer!r:.80}")
+    if not isinstance(keep_structure, bool):  # a text such as "no" would count as true
+        raise TypeError(f"keep_structure: expected True or False, got {keep_structure!r:.80}")
     unit = _checked_unit(unit, has_text=lm.tokenizer is not None)
     tokenizer, ids = lm.tokenizer, _token_ids(lm, prompt, "prompt")
     most = budget_tokens(budget, len(ids))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,7 @@ QUESTION_WINDOW_LEN = 128
 """Tokens of a question and a stretch of the text that are scored together."""
 
 
+@runtime_checkable
 class TokenScorer(Protocol):
     """Says how surprising tokens are.
 

@@ -316,4 +316,5 @@ def _salt_digest(salt: str | None) -> str | None:
         return None
     got = "an empty text" if salt == "" else type(salt).__name__  # never the salt itself
     config_lib.check(isinstance(salt, str) and salt != "", f"salt: expected some text or None, got {got}")
-    return hashlib.blake2b(salt.encode(), digest_size=32, person=b"jdecode-salt").hexdigest()
+    # Half of a surrogate pair is no character, and may be in a salt all the same.
+    return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=32, person=b"jdecode-salt").hexdigest()

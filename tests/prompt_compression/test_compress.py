@@ -262,11 +262,14 @@ def test_one_token_and_one_token_left():
         ([1, 2], {"budget": 2, "protected": "a"}, r"expected ranges of token indices \(no tokenizer, no text\)"),
         ([1, 2], {"budget": 2, "protected": 3}, "protected: expected a list"),
         ([1, 2], {"budget": 1, "question": []}, "question: expected at least one token id"),
+        ([1, 2], {"budget": 1, "scorer": "x"}, "scorer: expected a TokenScorer or None, got 'x'"),
+        ([1, 2], {"budget": 2, "scorer": TableScorer}, "scorer: expected a TokenScorer or None, got <class"),
+        ([1, 2], {"budget": 2, "keep_structure": "no"}, "keep_structure: expected True or False, got 'no'"),
     ],
 )
 def test_refused_in_one_line(prompt: Any, options: dict[str, Any], message: str):
     with pytest.raises((ValueError, TypeError), match=message) as caught:
-        jdecode.compress_prompt(IDS, prompt, scorer=TableScorer([1.0] * 11), **options)
+        jdecode.compress_prompt(IDS, prompt, **{"scorer": TableScorer([1.0] * 11), **options})
     assert "\n" not in str(caught.value)
 
 

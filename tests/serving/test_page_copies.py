@@ -61,7 +61,7 @@ def lanes(leaf: jax.Array) -> np.ndarray:
     return array[..., 0]
 
 
-def test_kept_tokens_lie_where_the_table_says_and_nothing_else_changes():  # 4.8
+def test_kept_tokens_lie_where_the_table_says_and_nothing_else_changes():
     device, cache = make_device(), held_cache([10, 5])
     spans = [
         device_pages.Span(start=4, num_tokens=6, pages=(7, 2, 5, 0)),  # positions 4 .. 9: in pages 2, 5 and 0

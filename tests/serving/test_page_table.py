@@ -39,7 +39,7 @@ def _table(pool: pages.PagePool, length: int = 0, max_pages: int = MAX_PAGES) ->
 
 
 @pytest.mark.parametrize("length", range(1, 3 * PAGE_LEN + 2))
-def test_table_holds_the_pages_of_its_tokens_and_no_more(pool: pages.PagePool, length: int):  # 4.6, 4.8
+def test_table_holds_the_pages_of_its_tokens_and_no_more(pool: pages.PagePool, length: int):
     num_pages = len(range(0, length, PAGE_LEN))
     table = _table(pool, length)
     ids = table.padded_ids()
@@ -50,7 +50,7 @@ def test_table_holds_the_pages_of_its_tokens_and_no_more(pool: pages.PagePool, l
     pool.check_table(ids, length)
 
 
-def test_text_longer_than_its_columns_is_refused_first(pool: pages.PagePool):  # 4.5
+def test_text_longer_than_its_columns_is_refused_first(pool: pages.PagePool):
     table = _table(pool, max_pages=2)
     with pytest.raises(ValueError, match=r"length: expected at most 6 tokens \(2 pages of 3\), got 7"):
         table.append(7)
@@ -121,7 +121,7 @@ def test_rollback_lets_go_of_pages_without_tokens(pool: pages.PagePool):
     assert (fork.length, fork.pages, *_counts(pool)) == (0, (), 9, 2, 0)
 
 
-def test_fork_of_a_table_with_a_repeated_page(pool: pages.PagePool):  # 4.1
+def test_fork_of_a_table_with_a_repeated_page(pool: pages.PagePool):
     (page, other) = pool.allocate(2)
     table = page_table.PageTable(pool, max_pages=4, pages=(page, other, page), length=8)
     pool.release([page, other])
@@ -137,7 +137,7 @@ def test_fork_of_a_table_with_a_repeated_page(pool: pages.PagePool):  # 4.1
     assert _counts(pool) == (NUM_PAGES, 0, 0)
 
 
-def test_freed_table_is_refused(pool: pages.PagePool):  # 4.2
+def test_freed_table_is_refused(pool: pages.PagePool):
     table = _table(pool, 4)
     fork = table.fork()
     table.free()
@@ -150,7 +150,7 @@ def test_freed_table_is_refused(pool: pages.PagePool):  # 4.2
     assert _counts(pool) == (NUM_PAGES, 0, 0)
 
 
-def test_rebound_column_is_claimed_before_the_old_page_goes(pool: pages.PagePool):  # 4.12
+def test_rebound_column_is_claimed_before_the_old_page_goes(pool: pages.PagePool):
     table, other = _table(pool, 4), _table(pool, 3)
     own, (page,) = table.pages[0], other.pages
     table.rebind(0, [page])

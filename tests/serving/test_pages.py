@@ -33,7 +33,7 @@ def test_allocates_all_or_nothing(pool: pages.PagePool):
     assert _counts(pool) == (0, 11, 0)
 
 
-def test_page_listed_twice_is_counted_once(pool: pages.PagePool):  # 4.1, 4.2
+def test_page_listed_twice_is_counted_once(pool: pages.PagePool):
     (page, other) = pool.allocate(2)
     pool.share([page, page, other])
     assert (pool.references(page), pool.references(other)) == (2, 2)
@@ -44,7 +44,7 @@ def test_page_listed_twice_is_counted_once(pool: pages.PagePool):  # 4.1, 4.2
     assert sorted(pool.allocate(10)) == sorted(set(range(NUM_PAGES)) - {other})
 
 
-def test_double_free_raises_and_changes_nothing(pool: pages.PagePool):  # 4.2
+def test_double_free_raises_and_changes_nothing(pool: pages.PagePool):
     first, second = pool.allocate(2)
     pool.release([first])
     for batch in ([first], [second, first]):
@@ -58,7 +58,7 @@ def test_double_free_raises_and_changes_nothing(pool: pages.PagePool):  # 4.2
     assert _counts(pool) == (10, 0, 1)
 
 
-def test_page_is_claimed_before_it_changes_its_state(pool: pages.PagePool):  # 4.12
+def test_page_is_claimed_before_it_changes_its_state(pool: pages.PagePool):
     used, cached, free = pool.allocate(3)
     pool.release([free])
     pool.keep([cached])
@@ -87,7 +87,7 @@ def test_page_is_claimed_before_it_changes_its_state(pool: pages.PagePool):  # 4
 
 @pytest.mark.parametrize("page", [-1, NUM_PAGES, 2**31, True, 1.0, None])
 @pytest.mark.parametrize("method", ["references", "is_kept", "is_shared", "share", "release", "keep", "forget"])
-def test_ids_outside_the_pool_are_refused(pool: pages.PagePool, method: str, page):  # 4.5, 4.8
+def test_ids_outside_the_pool_are_refused(pool: pages.PagePool, method: str, page):
     pool.allocate(NUM_PAGES)
     with pytest.raises(ValueError, match=f"page: expected an id from 0 to 10, got {page}"):
         getattr(pool, method)(page if method.startswith(("references", "is_")) else [3, page])
@@ -107,14 +107,14 @@ def test_sizes_of_a_pool_are_counts(sizes):
         pages.PagePool(num_pages=sizes[0], page_len=sizes[1])
 
 
-def test_slot_of_the_unmapped_id_fits_int32():  # 4.8
+def test_slot_of_the_unmapped_id_fits_int32():
     with pytest.raises(ValueError, match="slots are int32"):
         pages.PagePool(num_pages=2**12 - 1, page_len=2**19)  # 2**12 * 2**19 == 2**31: the last slot's end wraps
     pool = pages.PagePool(num_pages=2**12 - 2, page_len=2**19)
     assert np.int32(pool.unmapped) * np.int32(pool.page_len) + np.int32(pool.page_len - 1) > 0
 
 
-def test_rows_are_checked_before_a_launch(pool: pages.PagePool):  # 4.5
+def test_rows_are_checked_before_a_launch(pool: pages.PagePool):
     table = page_table.PageTable(pool, max_pages=3)
     table.append(4)
     ids = table.padded_ids()

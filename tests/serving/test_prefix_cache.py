@@ -42,7 +42,7 @@ def short_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("cache", [FULL, INT8], ids=["full", "int8"])
-def test_text_goes_on_from_every_cut(cache, short_chunks):  # 5.6, 5.8, 5.9, 5.10, 5.16
+def test_text_goes_on_from_every_cut(cache, short_chunks):
     prefixes = init(cache=cache)
     base, other = text(21), text(21, seed=3)
     assert check(prefixes, [base], cache) == 0
@@ -54,7 +54,7 @@ def test_text_goes_on_from_every_cut(cache, short_chunks):  # 5.6, 5.8, 5.9, 5.1
     assert check(prefixes, [base + other], cache) == 21
 
 
-def test_rings_whose_chunks_fit_lose_nothing(short_chunks):  # 5.8, 5.9
+def test_rings_whose_chunks_fit_lose_nothing(short_chunks):
     prefixes = init()
     base, other = text(27), text(27, seed=3)
     check(prefixes, [base])
@@ -63,7 +63,7 @@ def test_rings_whose_chunks_fit_lose_nothing(short_chunks):  # 5.8, 5.9
         poison_free_pages(prefixes)
 
 
-def test_rings_that_forget_are_reused_only_where_they_are_intact():  # 5.8, 5.9, 5.10
+def test_rings_that_forget_are_reused_only_where_they_are_intact():
     prefixes = init()
     base, other = text(40), text(40, seed=3)
     check(prefixes, [base])  # chunks of 16, rings of 4: 12 .. 15, 28 .. 31 and 36 .. 39 are kept of every layer
@@ -76,7 +76,7 @@ def test_rings_that_forget_are_reused_only_where_they_are_intact():  # 5.8, 5.9,
     assert check(prefixes, [base[:14] + other[14:]]) == 0  # needs 11, too
 
 
-def test_every_window_must_be_intact_not_the_largest_alone():  # 5.8
+def test_every_window_must_be_intact_not_the_largest_alone():
     window, _, full = LM.config.layers
     lm = make_lm(dataclasses.replace(LM.config, layers=(window, dataclasses.replace(window, window=9), full)))
     prefixes = lm.init_prefix_cache(num_pages=200, page_len=PAGE_LEN)
@@ -89,7 +89,7 @@ def test_every_window_must_be_intact_not_the_largest_alone():  # 5.8
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_what_free_pages_hold_changes_no_bit(dtype, short_chunks):  # 4.4, 4.6
+def test_what_free_pages_hold_changes_no_bit(dtype, short_chunks):
     cache = config_lib.CacheConfig(dtype=dtype)
     clean, poisoned = (init(num_pages=24, cache=cache) for _ in range(2))
     base, other = text(27), text(27, seed=3)
@@ -128,7 +128,7 @@ def test_what_a_batch_has_in_common_is_computed_once():
     assert prefixes.statistics.tokens_asked == 2 * sum(map(len, prompts))
 
 
-def test_least_recently_used_gives_way_and_what_does_not_fit_is_not_kept():  # 4.2, 5.12
+def test_least_recently_used_gives_way_and_what_does_not_fit_is_not_kept():
     prefixes = init(num_pages=13)
     texts = [text(8, seed=seed) for seed in (11, 12, 13)]
     for one in texts:
@@ -144,7 +144,7 @@ def test_least_recently_used_gives_way_and_what_does_not_fit_is_not_kept():  # 4
     assert check(prefixes, [texts[0]]) == 7
 
 
-def test_rows_of_a_batch_that_do_not_fit_beside_the_others_are_not_kept():  # 12.1
+def test_rows_of_a_batch_that_do_not_fit_beside_the_others_are_not_kept():
     prefixes = init(num_pages=13)
     prompts = [text(20, seed=seed) for seed in (21, 22)]
     assert check(prefixes, prompts) == 0
@@ -154,7 +154,7 @@ def test_rows_of_a_batch_that_do_not_fit_beside_the_others_are_not_kept():  # 12
 
 
 @pytest.mark.parametrize("page_hash", [None, constant_hash], ids=["hash", "constant_hash"])
-def test_random_texts_in_few_pages_that_are_poisoned_when_free(page_hash):  # 4.2, 4.4, 5.2, 5.12
+def test_random_texts_in_few_pages_that_are_poisoned_when_free(page_hash):
     prefixes = prefix_cache.make(LM.model, LM.params, num_pages=17, page_len=PAGE_LEN, page_hash=page_hash)
     rng = np.random.default_rng(7)
     reused = 0
@@ -167,7 +167,7 @@ def test_random_texts_in_few_pages_that_are_poisoned_when_free(page_hash):  # 4.
     assert reused > 30 and prefixes.statistics.pages_evicted > 0
 
 
-def test_copies_leave_the_pages_of_others_alone():  # 4.8
+def test_copies_leave_the_pages_of_others_alone():
     prefixes = init(num_pages=9)
     check(prefixes, [text(7)])
     kept = [page for page in range(9) if prefixes._store.tree.pool.is_kept(page)]
@@ -177,7 +177,7 @@ def test_copies_leave_the_pages_of_others_alone():  # 4.8
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def test_tenants_with_other_salts_share_nothing():  # 5.2, 5.5
+def test_tenants_with_other_salts_share_nothing():
     prefixes = init(salt="secret")
     canary = text(12)
     check(prefixes, [canary])
@@ -196,7 +196,7 @@ def test_layouts_share_nothing():
     assert check(prefixes, [text(12)], dataclasses.replace(AUTO, slack=3)) == 11
 
 
-def test_other_models_are_refused_however_like_they_are():  # 5.4
+def test_other_models_are_refused_however_like_they_are():
     prefixes = init()
     changed = jax.tree.map(jnp.copy, LM.params)
     same = LM.model, jax.tree.map(jnp.copy, LM.params)
@@ -218,7 +218,7 @@ def test_other_models_are_refused_however_like_they_are():  # 5.4
         assert "\n" not in str(info.value)
 
 
-def test_digest_knows_every_array_by_its_name_and_shape():  # 5.5
+def test_digest_knows_every_array_by_its_name_and_shape():
     config, one = LM.config, jnp.arange(6.0)
     trees = [
         {"a": one, "b": one[:2]},
@@ -300,8 +300,15 @@ def test_salts_are_texts(salt, got):
         init(salt=salt)
 
 
+def test_salts_may_hold_half_a_character():
+    prefixes = init(salt="\ud800")
+    prompt = list(range(1, 12))
+    check(prefixes, [prompt])
+    assert check(prefixes.with_salt("\ud801"), [prompt]) == 0 < check(prefixes.with_salt("\ud800"), [prompt])
+
+
 @pytest.mark.slow
-def test_devices_of_a_mesh_read_what_one_device_reads():  # 13.1, 13.6
+def test_devices_of_a_mesh_read_what_one_device_reads():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     lm = dataclasses.replace(LM, params=jax.device_put(LM.params, whole), mesh=mesh)
@@ -318,7 +325,7 @@ def test_devices_of_a_mesh_read_what_one_device_reads():  # 13.1, 13.6
         prefixes.reader(LM.model, LM.params, AUTO)
 
 
-def test_mixed_load_compiles_nothing_new_after_a_warm_up():  # 13.4
+def test_mixed_load_compiles_nothing_new_after_a_warm_up():
     prefixes = init(num_pages=30)
     rng = np.random.default_rng(3)
 
@@ -340,7 +347,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_failing_copy_leaves_a_valid_prefix_cache(place, monkeypatch):  # 13.5
+def test_failing_copy_leaves_a_valid_prefix_cache(place, monkeypatch):
     prefixes, base = init(), text(20)
     check(prefixes, [base])
     real = page_copies.keep
@@ -362,7 +369,7 @@ def test_failing_copy_leaves_a_valid_prefix_cache(place, monkeypatch):  # 13.5
     assert check(prefixes, [base]) == (16 if is_lost else 19)  # the ring's last keys are at 16 and at 25
 
 
-def test_failing_chunk_leaves_a_valid_prefix_cache(monkeypatch):  # 13.5
+def test_failing_chunk_leaves_a_valid_prefix_cache(monkeypatch):
     prefixes, base = init(), text(36)
     real, calls = prefill.prefill_chunk, []
 

@@ -10,7 +10,7 @@ from jdecode.serving.prefix_namespace import Namespace
 BASE = Namespace(model="digest", cache=config.CacheConfig(dtype="float32"))
 
 
-def test_order_of_extras_does_not_matter_and_salts_are_not_shown():  # 5.5
+def test_order_of_extras_does_not_matter_and_salts_are_not_shown():
     one = dataclasses.replace(BASE, extras=(("rope", "a"), ("image", "b")), salt="secret")
     assert one == dataclasses.replace(BASE, extras=(("image", "b"), ("rope", "a")), salt="secret")
     assert one != dataclasses.replace(BASE, extras=(("image", "a"), ("rope", "b")), salt="secret")

@@ -28,7 +28,7 @@ def _peek(tree: prefix_tree.PrefixTree, tokens) -> int:
 
 
 @pytest.mark.parametrize("page_hash", [hash, constant_hash])
-def test_finds_the_longest_beginning(page_hash):  # 5.2
+def test_finds_the_longest_beginning(page_hash):
     tree = make_tree() if page_hash is hash else make_tree(page_hash=page_hash)
     text = [5, 6, 7, 8, 9]
     add(tree, text)
@@ -51,7 +51,7 @@ def test_same_page_after_another_beginning_is_another_page():  # 5.2: tokens and
         assert held(tree, [7, 8, 7, 8]) == 2 and held(tree, [1, 2, 1, 2]) == 2 and held(tree, [9, 9, 7, 8]) == 0
 
 
-def test_hash_that_collides_across_namespaces_finds_nothing_there():  # 5.2
+def test_hash_that_collides_across_namespaces_finds_nothing_there():
     tree = make_tree(page_hash=constant_hash)
     other = dataclasses.replace(BASE, salt="tenant")
     mine = add(tree, [1, 2, 3, 4], free=False)
@@ -62,7 +62,7 @@ def test_hash_that_collides_across_namespaces_finds_nothing_there():  # 5.2
 
 
 @pytest.mark.parametrize("token", [65, 321, 65 + 2**16, 65 + 2**32])
-def test_token_ids_are_compared_whole(token: int):  # 5.1
+def test_token_ids_are_compared_whole(token: int):
     tree = make_tree()
     add(tree, [token] * PAGE_LEN)
     for other in (65, 321, 65 + 2**16, 65 + 2**32):
@@ -80,7 +80,7 @@ def test_what_is_no_token_id_is_refused(tokens):  # 5.1: 1.0 and True compare eq
     assert tree.num_locks == 0
 
 
-def test_every_fact_of_a_namespace_tells_apart():  # 5.4, 5.5
+def test_every_fact_of_a_namespace_tells_apart():
     namespaces = [
         BASE,
         dataclasses.replace(BASE, model="a"),
@@ -106,7 +106,7 @@ def test_every_fact_of_a_namespace_tells_apart():  # 5.4, 5.5
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3])
-def test_prompt_that_is_all_held_leaves_a_token_to_compute(num_pages: int):  # 5.6
+def test_prompt_that_is_all_held_leaves_a_token_to_compute(num_pages: int):
     tree = make_tree()
     prompt = list(range(5, 5 + num_pages * PAGE_LEN))
     add(tree, prompt)
@@ -205,7 +205,7 @@ def test_insert_refuses_what_the_table_does_not_hold():
 # Locks and accounts.
 
 
-def test_match_within_a_node_splits_it_and_locks_no_more_than_it_uses():  # 5.12, 5.13
+def test_match_within_a_node_splits_it_and_locks_no_more_than_it_uses():
     tree = make_tree()
     text = [1, 2, 3, 4, 5, 6, 7, 8]
     add(tree, text)
@@ -223,7 +223,7 @@ def test_match_within_a_node_splits_it_and_locks_no_more_than_it_uses():  # 5.12
     assert tree.evict(99) == 4 and accounts(tree) == (0, 0, 13)
 
 
-def test_pages_after_a_locked_beginning_can_be_evicted():  # 5.13
+def test_pages_after_a_locked_beginning_can_be_evicted():
     tree = make_tree()
     text = [1, 2, 3, 4, 5, 6]
     add(tree, text)
@@ -268,7 +268,7 @@ def test_unlocked_match_leaves_its_table_the_pages():
 
 
 @pytest.mark.parametrize("num_pages", range(7))
-def test_evicts_what_was_asked_and_no_more(num_pages: int):  # 5.14
+def test_evicts_what_was_asked_and_no_more(num_pages: int):
     tree = make_tree()
     add(tree, [1, 2, 3, 4, 5, 6])
     add(tree, [1, 2, 7, 8, 9])
@@ -358,7 +358,7 @@ def test_same_calls_give_the_same_tree():
 # Statistics.
 
 
-def test_statistics_count_what_was_asked_and_reused():  # 4.10
+def test_statistics_count_what_was_asked_and_reused():
     tree = make_tree()
     text = [1, 2, 3, 4, 5]
     assert held(tree, text, keep_last=1) == 0
@@ -372,7 +372,7 @@ def test_statistics_count_what_was_asked_and_reused():  # 4.10
     assert tree.statistics == dataclasses.replace(expected, pages_evicted=1)
 
 
-def test_counts_stay_within_bounds_over_preemptions():  # 4.10
+def test_counts_stay_within_bounds_over_preemptions():
     tree = make_tree()
     prompt, output = [1, 2, 3], [4, 5, 6]
     for num_out in (0, 1, 3, 2, 0):

@@ -10,7 +10,7 @@ from tests.serving.prefix_case import BASE, accounts, add, held, make_tree
 
 
 @pytest.mark.parametrize("intact_from", range(9))
-def test_cut_needs_the_keys_of_its_window(intact_from: int):  # 5.8
+def test_cut_needs_the_keys_of_its_window(intact_from: int):
     text = [1, 2, 3, 4, 5, 6, 7, 8]
     tree = make_tree(windows=(4,))
     add(tree, text, intact_from={4: intact_from})
@@ -27,7 +27,7 @@ def test_window_of_one_sees_no_key_before_its_own():
     assert [held(tree, text[:length]) for length in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_every_window_must_be_intact_not_one_of_them():  # 5.8
+def test_every_window_must_be_intact_not_one_of_them():
     text = [1, 2, 3, 4, 5, 6, 7, 8]
     for windows, intact_from, cut in (
         ((2, 4), {2: 7, 4: 5}, 8),
@@ -44,7 +44,7 @@ def test_every_window_must_be_intact_not_one_of_them():  # 5.8
         assert held(tree, text) == cut, (windows, intact_from)
 
 
-def test_cut_falls_back_to_an_earlier_node_that_is_intact():  # 5.8
+def test_cut_falls_back_to_an_earlier_node_that_is_intact():
     tree = make_tree(windows=(4,))
     add(tree, [1, 2, 3, 4, 5, 6])
     add(tree, [1, 2, 3, 4, 5, 6, 7, 8, 9], intact_from={4: 8})
@@ -56,7 +56,7 @@ def test_cut_falls_back_to_an_earlier_node_that_is_intact():  # 5.8
     assert tree.pool.num_used == 3
 
 
-def test_run_of_intact_keys_may_cross_nodes():  # 5.8
+def test_run_of_intact_keys_may_cross_nodes():
     tree = make_tree(windows=(4,))
     add(tree, [1, 2, 3, 4], intact_from={4: 3}, free=False)
     add(tree, [1, 2, 3, 4, 5, 6])
