@@ -89,10 +89,11 @@ def check_cache(cache: config_lib.CacheConfig, num_draft_tokens: int) -> None:
         )
     if speculation.with_slack(cache, num_draft_tokens).group_lag != cache.group_lag:
         most = (cache.group_lag or 1) - 1
+        fewer = "fewer, or " if most else ""
         raise ValueError(
             f"num_draft_tokens: expected at most {most} beside a cache in {cache.dtype} with groups of "
             f"{cache.group_len} and slack {cache.slack}, got {num_draft_tokens} (more would keep other tokens exact, "
-            f"and so change the text); give fewer, or a cache with slack {num_draft_tokens}, with and without the draft"
+            f"and so change the text); give {fewer}a cache with slack {num_draft_tokens}, with and without the draft"
         )
 
 
