@@ -50,7 +50,7 @@ def build_parser() -> command_line.ArgumentParser:
     group.add_argument(
         "--draft",
         metavar="NAME_OR_PATH",
-        type=command_line.plain_text,
+        type=command_line.name_text,
         help="what proposes tokens: ngram, layer_skip, or weights of a smaller model with the same tokens",
     )
     group.add_argument(

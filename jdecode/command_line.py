@@ -125,9 +125,16 @@ def unicode_text(text: str) -> str:
 
 def plain_text(text: str) -> str:
     """Parses a text for argparse that must not be empty."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"expected some text, got {repr(text) if text else 'none'}")
+    if not text:
+        raise argparse.ArgumentTypeError("expected some text, got none")
     return unicode_text(text)
+
+
+def name_text(text: str) -> str:
+    """Parses the name of something for argparse, which no blank is."""
+    if text and not text.strip():
+        raise argparse.ArgumentTypeError(f"expected some text, got {text!r}")
+    return plain_text(text)
 
 
 def mesh(text: str) -> config.MeshConfig:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="NAME_OR_PATH",
-        type=command_line.plain_text,
+        type=command_line.name_text,
         help="what proposes tokens: ngram, layer_skip, weights of a smaller model with the same tokens, or none",
     )
     group.add_argument(

@@ -33,7 +33,7 @@ def test_whatever_fails_is_one_line(monkeypatch):
         raise ConnectionError(f"no route to host for {repo_id}\nwith more lines")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"owner/name: .*got: no route to host for owner/name; check") as caught:
+    with pytest.raises(ValueError, match=r"owner/name: .*, but: no route to host for owner/name; check") as caught:
         hub.fetch("owner/name")
     assert "\n" not in str(caught.value)
 
