@@ -20,7 +20,8 @@ def _prepare_environment() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={NUM_DEVICES}".strip()
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     # One for all workers: what another has compiled need not be compiled again. (An entry half written is, once more.)
-    os.environ.setdefault("JDECODE_CACHE", str(base / "jdecode-tests"))
+    # The path is part of every program's key, so another path begins anew.
+    os.environ.setdefault("JDECODE_CACHE", str(base / "jdecode-tests" / "main"))
 
 
 _prepare_environment()
