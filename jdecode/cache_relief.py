@@ -241,7 +241,7 @@ WAYS: tuple[relief_way.Way, ...] = (
         formula="operations: tokens that are read times 2·(weights of a token), and attention's 4·N·H a pair of query "
         "and key; a page of Z tokens that is held takes 2·L·Z·K·H·b",
         costs="none in quality: the same tokens; memory for what is held, and a copy of it into each request's cache. "
-        "SmolLM2-135M, 20 prompts of 624 tokens that share 600: 0.08 of the time (benchmarks/prefix_cache.py)",
+        "SmolLM2-135M, 20 prompts of 624 tokens that share 600: 0.12 of the time (benchmarks/prefix_cache.py)",
         suits="one system prompt, few-shot examples, a conversation sent anew; full layers and rings; "
         "lm.init_prefix_cache, --prefix-cache FOLDER",
         variants=prompt_relief.prefix_cache,

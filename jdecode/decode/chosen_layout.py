@@ -53,16 +53,18 @@ def compile_loop(
 
 
 def _wanted(store: kv_cache.LayerStore) -> kv_cache.LayerStore:
-    """Returns the formats in which rows are to lie, given their shardings."""
+    """Returns the formats in which a layer's arrays are to lie, given their shardings."""
+    wanted = jax.tree.map(lambda own: Format(Layout.AUTO, own), store)
+    if store.recent is not None:
+        return wanted
 
     def with_tiles(rows: Any) -> Any:
-        if store.recent is not None or not isinstance(rows, codec_token.TokenRows) or rows.name != "int8":
-            return jax.tree.map(lambda own: Format(Layout.AUTO, own), rows)
-        tiles = Format(Layout((0, 1, 2), BYTE_TILES), cast(Any, rows.data_BSX))
-        return dataclasses.replace(rows, data_BSX=tiles, scale_BKS=Format(Layout.AUTO, cast(Any, rows.scale_BKS)))
+        if not isinstance(rows, codec_token.TokenRows) or rows.name != "int8":
+            return rows
+        tiles = Format(Layout((0, 1, 2), BYTE_TILES), cast(Any, rows.data_BSX).sharding)
+        return dataclasses.replace(rows, data_BSX=tiles)
 
-    others = jax.tree.map(lambda own: Format(Layout.AUTO, own), dataclasses.replace(store, keys=None, values=None))
-    return dataclasses.replace(others, keys=with_tiles(store.keys), values=with_tiles(store.values))
+    return dataclasses.replace(wanted, keys=with_tiles(wanted.keys), values=with_tiles(wanted.values))
 
 
 def _map_stores(change: Callable[..., Any], state: Any, *others: Any) -> Any:

@@ -25,7 +25,7 @@ JSON_NAME = "prefix_cache.json"
 LOCK_NAME = ".lock"
 WRITING_PAGES, WRITING_JSON = ".pages", ".json"
 PAGES_NAME = re.compile(r"pages-[0-9a-f]{64}\.safetensors")
-_WRITING_NAME = re.compile(r"\.(pages|json)(\..*)?")
+_WRITING_NAME = re.compile(r"\.(pages|json)(\.[0-9]+)?")  # with the number of a process, as it was once
 
 
 def is_held(folder: pathlib.Path) -> bool:

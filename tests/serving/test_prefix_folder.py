@@ -140,7 +140,18 @@ def test_folder_with_nothing_but_leftovers_is_new(names, new, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["notes.txt", "config.json", "json", ".pagesx", ".git", "pages-0a.safetensors", f"{PAGES_NAME}.old"]
+    "name",
+    [
+        "notes.txt",
+        "config.json",
+        "json",
+        ".pagesx",
+        ".json.bak",
+        ".pages.d",
+        ".git",
+        "pages-0a.safetensors",
+        f"{PAGES_NAME}.old",
+    ],
 )
 def test_folder_with_files_of_others_is_refused_and_left_alone(name, new, tmp_path):
     for own in (*LEFTOVERS, name):

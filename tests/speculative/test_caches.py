@@ -1,5 +1,6 @@
 """Caches of every kind with a draft: greedy text is what the same cache writes without one."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,15 +14,7 @@ from tests.speculative import drafts_under_test
 NUM_NEW, G = 40, 4
 LEAST_GAP = 1e-3  # nats; blocks of other widths differ by less than 2e-4
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7, 8, 9, 10, 5, 6, 7], [20, 21, 22, 20, 21, 22, 20], [11, 17]]
-MODEL = config.ModelConfig(
-    vocab_size=29,
-    hidden_size=12,
-    intermediate_size=20,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    layers=(config.LayerConfig(), config.LayerConfig()),
-)
+MODEL = dataclasses.replace(tiny_models.MIXED, layers=(config.LayerConfig(), config.LayerConfig()))
 
 GROUPS: dict[str, Any] = {"group_len": 8, "slack": G}  # with less slack, on either side, other tokens would be exact
 CACHES = {
